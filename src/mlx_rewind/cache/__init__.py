@@ -1,0 +1,1 @@
+"""Exact rollback of prompt caches: one undo per cache class, and the round that drives them."""

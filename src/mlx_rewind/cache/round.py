@@ -1,0 +1,228 @@
+"""A round: forwards whose tokens can be taken back.
+
+    with Round(model, cache) as round:
+        logits = model(window, cache=cache)     # any number of forwards
+        round.commit(kept)                      # 0 <= kept <= tokens fed
+
+The life of a round is open -> sealed -> closed. Forwards are recorded while it is open. The first
+`rewind` or `commit` seals it. Until it is closed, `rewind` may move the caches to any kept count.
+Leaving the block without a commit takes everything back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from ..errors import UnsupportedCacheError
+from .retrace import RetraceUndo, attach, position, walk
+from .undo import UNDOS, RingUndo, Undo
+
+
+class Round:
+    """Undoes, to the bit, tokens that were fed to `model` through `cache`.
+
+    model          any mlx-lm model; its recurrent layers become recordable at the first round
+    cache          its prompt cache: the list of stock objects, mutated in place by forwards
+    single_steps   optional promise that at most this many tokens follow, one per forward: rings
+                   then save the slots to be overwritten instead of copying themselves
+
+    Raises `UnsupportedCacheError` or `UnsupportedModelError` before anything is fed or changed.
+    """
+
+    def __init__(
+        self, model: nn.Module, cache: list[Any], *, single_steps: int | None = None
+    ) -> None:
+        self._leaves = check(model, cache)
+        self._calls = attach(model).calls if _recurrent(self._leaves) else {}
+        self._single_steps = single_steps
+        self._undos: list[Undo] = []
+        self._fed: int | None = None
+        self._at = 0
+        self._open = False
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Round:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def open(self) -> Round:
+        """Starts recording; what `with` does on entry."""
+        opened = False
+        try:
+            for label, entry in self._leaves:
+                self._undos.append(self._undo(label, entry))
+            opened = True
+        finally:
+            if not opened:
+                for undo in self._undos:
+                    undo.seal()
+        saved = [x for undo in self._undos if isinstance(undo, RingUndo) for x in undo.saved]
+        if saved:
+            mx.async_eval(saved)
+        self._open = True
+        return self
+
+    def _undo(self, label: str, entry: Any) -> Undo:
+        if type(entry) is ArraysCache:
+            return RetraceUndo(entry, self._calls[label])
+        return UNDOS[type(entry)](entry, self._single_steps)
+
+    def seal(self) -> int:
+        """Ends the recording and returns the number of tokens fed. Idempotent."""
+        self._require_open()
+        if self._fed is None:
+            fed = [undo.seal() for undo in self._undos]
+            self._fed = self._at = max(fed, default=0)
+            self._uneven = min(fed, default=0) != self._fed
+        return self._fed
+
+    def rewind(self, kept: int) -> None:
+        """Moves the caches to the state after the first `kept` tokens; the round stays open."""
+        self.seal()
+        kept = self._check_kept(kept)
+        if kept != self._at:
+            self._move(kept)
+
+    def commit(self, kept: int | Sequence[int]) -> None:
+        """Keeps the first `kept` tokens and closes the round.
+
+        kept    an int, or a sequence with one int per row
+
+        Raises ValueError, with nothing changed, for a count outside 0..tokens fed.
+        """
+        self.rewind(self._one_row(kept))
+        self._close()
+
+    def abort(self) -> None:
+        """Takes back everything that was fed and closes the round; without effect when closed."""
+        if self._open:
+            self.seal()
+            self._move(0)
+            self._close()
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _move(self, kept: int) -> None:
+        moved = False
+        try:
+            for undo in self._undos:
+                undo.rewind(kept)
+            self._at = kept
+            moved = True
+        finally:
+            if not moved:
+                for undo in self._undos:
+                    undo.rewind(0)
+                self._at = 0
+
+    def _close(self) -> None:
+        self._open = False
+        self._undos = []
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("this Round is closed: open a new one for the next window")
+
+    def _check_kept(self, kept: int) -> int:
+        try:
+            kept = operator.index(kept)
+        except TypeError:
+            raise ValueError(f"kept must be an int, got {kept!r}") from None
+        if not 0 <= kept <= (self._fed or 0):
+            raise ValueError(f"kept must be within 0..{self._fed} (the tokens fed), got {kept}")
+        if self._uneven and kept:
+            raise RuntimeError("the caches were fed different numbers of tokens in this Round")
+        return kept
+
+    def _one_row(self, kept: int | Sequence[int]) -> int:
+        if not isinstance(kept, Sequence):
+            return kept
+        if len(kept) != 1:
+            raise ValueError(f"this prompt cache has one row, got {len(kept)} kept counts")
+        return kept[0]
+
+
+class Checkpoint:
+    """A prompt cache as it is now. `restore` puts it back, whatever was fed since.
+
+    Records nothing, so it suits prefill: it holds no prompt-sized tensors of its own.
+    """
+
+    def __init__(self, cache: list[Any]) -> None:
+        self._cache, self._entries = cache, list(cache)
+        self._saved = [(entry, _attributes(entry)) for _, entry in walk(cache)]
+
+    def restore(self) -> None:
+        self._cache[:] = self._entries
+        for entry, attributes in self._saved:
+            vars(entry).clear()
+            vars(entry).update(attributes)
+
+
+def _attributes(entry: Any) -> dict[str, Any]:
+    """The attributes of a cache object, with handles of their own where it writes in place."""
+    return {
+        name: list(value) if isinstance(value, list)
+        else value[...] if isinstance(value, mx.array)
+        else value
+        for name, value in vars(entry).items()
+    }
+
+
+def check(model: nn.Module, cache: list[Any]) -> list[tuple[str, Any]]:
+    """Returns the (label, cache) leaves of a prompt cache that a round can undo.
+
+    Raises `UnsupportedCacheError` for a class without an undo, for a cache of another model, and
+    for caches that hold different numbers of tokens; `UnsupportedModelError` as `attach` does.
+    """
+    leaves = list(walk(cache))
+    for label, entry in leaves:
+        if type(entry) not in UNDOS and type(entry) is not ArraysCache:
+            known = ", ".join(sorted(c.__name__ for c in (*UNDOS, ArraysCache)))
+            raise UnsupportedCacheError(
+                f"cache {label} is a {type(entry).__name__}, which cannot be rolled back "
+                f"(supported: {known})"
+            )
+    if _recurrent(leaves):
+        expected = set(attach(model).calls)
+        got = {label for label, entry in leaves if type(entry) is ArraysCache}
+        if got != expected:
+            raise UnsupportedCacheError(
+                f"the prompt cache is not one of this model's: recurrent caches at "
+                f"{sorted(got)}, the model has them at {sorted(expected)}"
+            )
+    check_positions(leaves)
+    return leaves
+
+
+def check_positions(leaves: list[tuple[str, Any]]) -> None:
+    """Refuses a prompt cache whose parts are known to hold different numbers of tokens."""
+    known: dict[int, str] = {}
+    for label, entry in leaves:
+        tokens = position(entry) if type(entry) is ArraysCache else entry.offset
+        if tokens is not None:
+            known.setdefault(int(tokens), f"cache {label} ({type(entry).__name__})")
+    if len(known) > 1:
+        (a, first), (b, second) = list(known.items())[:2]
+        raise UnsupportedCacheError(
+            f"{first} holds {a} tokens but {second} holds {b}: these are not halves of one state"
+        )
+
+
+def _recurrent(leaves: list[tuple[str, Any]]) -> bool:
+    return any(type(entry) is ArraysCache for _, entry in leaves)

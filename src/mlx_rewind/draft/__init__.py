@@ -1,0 +1,1 @@
+"""Drafters: anything that guesses the next tokens of a row."""

@@ -1,0 +1,84 @@
+"""What the loop asks of a drafter. A drafter holds weights or settings, a proposer one row's state.
+
+A proposer needs no feedback: the row's committed tokens tell it what became of its last proposal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, runtime_checkable
+
+import mlx.core as mx
+
+from ..errors import DraftMismatchError
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Guesses what follows `tokens`. Custom drafters need this one method."""
+
+    def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
+        """Returns at most `num_draft_tokens` ids that may follow; fewer or none is fine.
+
+        tokens    prompt and emitted tokens of the row, the pending one last; not to be changed
+        """
+        ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A proposer with something to give back when its row ends."""
+
+    def close(self) -> None: ...
+
+
+class Drafter(ABC):
+    """A built-in drafter: starts one proposer per row."""
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def start(self, vocab_size: int) -> Proposer:
+        """Returns a proposer for a new row of a target with `vocab_size` logits."""
+
+
+def kind_of(drafter: Drafter | Proposer | None) -> str:
+    """The drafter's name in statistics."""
+    if drafter is None:
+        return "none"
+    return drafter.kind if isinstance(drafter, Drafter) else "custom"
+
+
+def start(drafter: Drafter | Proposer, vocab_size: int) -> Proposer:
+    """Returns the proposer of a new row; a custom drafter is its own.
+
+    Raises `DraftMismatchError` for an object that cannot propose.
+    """
+    if isinstance(drafter, Drafter):
+        return drafter.start(vocab_size)
+    if not isinstance(drafter, Proposer):
+        raise DraftMismatchError(
+            f"a drafter needs propose(tokens, num_draft_tokens), {type(drafter).__name__} has none"
+        )
+    return drafter
+
+
+def checked(proposal: Sequence[int] | mx.array, limit: int, vocab_size: int) -> mx.array:
+    """Returns a proposal as [n] uint32. Arrays come from model drafters and are trusted.
+
+    Raises `DraftMismatchError` for too many tokens or one that the target does not have.
+    """
+    if isinstance(proposal, mx.array):
+        return proposal.astype(mx.uint32)
+    tokens = list(proposal)
+    if len(tokens) > limit:
+        raise DraftMismatchError(
+            f"the drafter proposed {len(tokens)} tokens, at most {limit} were asked for"
+        )
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise DraftMismatchError(
+                f"the drafter proposed token {token!r}; the target's ids are 0..{vocab_size - 1}"
+            )
+    return mx.array(tokens, mx.uint32)

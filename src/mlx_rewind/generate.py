@@ -1,0 +1,317 @@
+"""Generation for one prompt: the functions of mlx-lm, with a drafter."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse as PlainResponse
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .batch import Batch, LogitsProcessor, Row, Sampler
+from .draft.model import DraftModel, check_tokenizers
+from .draft.protocol import Closable, Drafter, Proposer, kind_of, start
+from .errors import DraftMismatchError
+from .speculate import Decoder
+from .stops import StopStrings
+from .target import exactness, vocab_size
+from .types import SpecStats
+
+Progress = Callable[[int, int], None]
+Emission = tuple[int, mx.array, bool]
+
+
+@dataclass
+class GenerationResponse(PlainResponse):  # type: ignore[misc]
+    """mlx-lm's response, and what speculation did so far.
+
+    draft_kind                  none, model, ngram, prediction or custom
+    draft_rounds                verifies with at least one draft token
+    draft_n, draft_n_accepted   draft tokens proposed, and emitted
+    mean_acceptance_length      tokens per forward of the target
+    acceptance_per_position     share of rounds whose draft token at position i was emitted
+    exactness                   bitwise, token or near-tie: the level of this run (docs/exactness.md)
+    """
+
+    draft_kind: str = "none"
+    draft_rounds: int = 0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    mean_acceptance_length: float = 0.0
+    acceptance_per_position: list[float] = field(default_factory=list)
+    exactness: str = "bitwise"
+
+
+class _Generation:
+    """One prompt under decode: its row, its decoder, and the loop that emits tokens."""
+
+    def __init__(
+        self,
+        prompt: mx.array | Sequence[int],
+        model: nn.Module,
+        *,
+        drafter: Drafter | Proposer | None = None,
+        num_draft_tokens: int = 4,
+        max_tokens: int = 256,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        max_kv_size: int | None = None,
+        prompt_cache: list[Any] | None = None,
+        prefill_step_size: int = 2048,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 5000,
+        prompt_progress_callback: Progress | None = None,
+    ) -> None:
+        tokens = [int(token) for token in (prompt.tolist() if isinstance(prompt, mx.array) else prompt)]
+        if not tokens:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        if prefill_step_size < 1:
+            raise ValueError(f"prefill_step_size must be 1 or more, got {prefill_step_size}")
+        self.prompt_length = len(tokens)
+        self.kind = kind_of(drafter)
+        self._observed = prompt_cache is not None
+        self._prefill_step_size = prefill_step_size
+        self._progress = prompt_progress_callback or (lambda processed, total: None)
+        cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
+        self.row = Row(
+            tokens,
+            max_tokens=max_tokens,
+            sampler=sampler or greedy_sampler,
+            processors=tuple(logits_processors or ()),
+        )
+        quantize = (quantized_kv_start, kv_group_size, kv_bits) if kv_bits else None
+        self._decoder = Decoder(Batch(model, cache, [self.row]), num_draft_tokens, quantize)
+        self.exactness = exactness(model, cache)
+        if drafter is not None:
+            self.row.proposer = start(drafter, vocab_size(model))
+
+    @property
+    def stats(self) -> SpecStats:
+        return self.row.stats
+
+    def tokens(self) -> Generator[Emission, None, None]:
+        """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
+        emitted = 0
+        try:
+            self._decoder.prefill(self._prefill_step_size, self._progress)
+            while self.row.remaining > 0:
+                (output,) = self._decoder.step()
+                if not self.stats.steps:
+                    self._progress(self.prompt_length, self.prompt_length)
+                for token, logprobs in zip(output.tokens, output.logprobs, strict=True):
+                    from_draft = output.from_draft(emitted)
+                    emitted += 1
+                    self.row.tokens.append(token)
+                    if self._observed:
+                        self._decoder.show(emitted)
+                    yield token, logprobs, from_draft
+                self._decoder.commit(emitted)
+                emitted = 0
+        finally:
+            self._decoder.close(emitted)
+            if isinstance(self.row.proposer, Closable):
+                self.row.proposer.close()
+
+
+def generate_step(
+    prompt: mx.array | Sequence[int],
+    model: nn.Module,
+    *,
+    drafter: Drafter | Proposer | None = None,
+    num_draft_tokens: int = 4,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    prompt_progress_callback: Progress | None = None,
+) -> Iterator[Emission]:
+    """Generates tokens as `mlx_lm.generate_step` does, token for token, faster with a good drafter.
+
+    prompt              token ids, at least one
+    drafter             DraftModel, NGram, Prediction, any object with `propose`, or None
+    num_draft_tokens    most draft tokens per round, K
+    max_tokens          tokens to generate, negative for no limit
+    sampler             mlx-lm sampler, called once per emitted position; default argmax
+    logits_processors   mlx-lm processors; they see prompt, emitted tokens, and the draft before them
+    prompt_cache        the target's caches, updated in place, possibly with history. At every yield
+                        and after close they hold history + prompt + emitted[:-1]; if prefill fails,
+                        what they held before
+    kv_bits             quantise KV caches from `quantized_kv_start` tokens on, as mlx-lm does
+
+    Yields (token, logprobs [V] of the target, from_draft).
+
+    Raises, at the call and before any token, ValueError for a bad option, `UnsupportedCacheError` or
+    `UnsupportedModelError` for what cannot be rolled back, `DraftMismatchError` for a drafter that
+    does not fit; while running, whatever model, drafter, sampler or processor raise.
+    """
+    return _Generation(
+        prompt,
+        model,
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        logits_processors=logits_processors,
+        max_kv_size=max_kv_size,
+        prompt_cache=prompt_cache,
+        prefill_step_size=prefill_step_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+        prompt_progress_callback=prompt_progress_callback,
+    ).tokens()
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    *,
+    max_tokens: int = 256,
+    drafter: Drafter | Proposer | None = None,
+    draft_model: nn.Module | None = None,
+    stop: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]:
+    """Generates text as `mlx_lm.stream_generate` does: the same segments, tokens and finish reason.
+
+    tokenizer      mlx-lm's TokenizerWrapper or a Hugging Face tokenizer
+    prompt         text or token ids
+    drafter        see `generate_step`; `draft_model` is short for DraftModel(draft_model)
+    stop           strings that end the text; they are not part of it
+    kwargs         the other options of `generate_step`
+
+    Raises as `generate_step` does, at the call.
+    """
+    if max_tokens == 0:
+        raise ValueError("max_tokens must not be 0 (use -1 for no limit)")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if draft_model is not None:
+        if drafter is not None:
+            raise ValueError("give either drafter or draft_model, not both")
+        drafter = DraftModel(draft_model)
+    if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
+        check_tokenizers(tokenizer, drafter.tokenizer)
+    generation = _Generation(
+        _encode(tokenizer, prompt), model, drafter=drafter, max_tokens=max_tokens, **kwargs
+    )
+    return _stream(generation, model, tokenizer, StopStrings(stop))
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int],
+    *,
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """Generates a whole text; options as in `stream_generate`. `verbose` prints it as it comes."""
+    pieces = []
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        pieces.append(response.text)
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose:
+        print(
+            f"\n{response.generation_tokens} tokens, {response.generation_tps:.1f} tokens/s, "
+            f"{response.mean_acceptance_length:.2f} tokens per round ({response.draft_kind})"
+        )
+    return "".join(pieces)
+
+
+def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array | Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    # A prompt that a chat template made has its special tokens already.
+    bos = tokenizer.bos_token
+    special = bos is None or not prompt.startswith(bos)
+    tokens: list[int] = tokenizer.encode(prompt, add_special_tokens=special)
+    return tokens
+
+
+def _stream(
+    generation: _Generation, model: nn.Module, tokenizer: Any, stops: StopStrings
+) -> Iterator[GenerationResponse]:
+    detokenizer, eos = tokenizer.detokenizer, tokenizer.eos_token_ids
+    clock = _Clock(generation)
+    with wired_limit(model, [generation_stream]), contextlib.closing(generation.tokens()) as tokens:
+        for token, logprobs, from_draft in tokens:
+            clock.tick()
+            if token in eos:
+                reason = "stop"
+                break
+            detokenizer.add_token(token)
+            text = stops.feed(detokenizer.last_segment)
+            reason = "stop" if stops.stopped else "length"
+            if stops.stopped or generation.row.remaining == 0:
+                break
+            yield clock.response(text, token, logprobs, from_draft)
+    if not stops.stopped:
+        detokenizer.finalize()
+        held = "" if reason == "stop" else text
+        text = held + stops.feed(detokenizer.last_segment)
+        text += stops.flush()
+        reason = "stop" if stops.stopped else reason
+    yield clock.response(text, token, logprobs, from_draft, reason)
+
+
+class _Clock:
+    """Times prefill and generation, and fills in responses."""
+
+    def __init__(self, generation: _Generation) -> None:
+        self._generation = generation
+        self._start = time.perf_counter()
+        self._count = 0
+
+    def tick(self) -> None:
+        if not self._count:
+            now = time.perf_counter()
+            self._prompt_tps = self._generation.prompt_length / (now - self._start)
+            self._start = now
+        self._count += 1
+
+    def response(
+        self,
+        text: str,
+        token: int,
+        logprobs: mx.array,
+        from_draft: bool,
+        finish_reason: str | None = None,
+    ) -> GenerationResponse:
+        stats = self._generation.stats
+        positions = zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
+        return GenerationResponse(
+            text=text,
+            token=token,
+            logprobs=logprobs,
+            from_draft=from_draft,
+            prompt_tokens=self._generation.prompt_length,
+            prompt_tps=self._prompt_tps,
+            generation_tokens=self._count,
+            generation_tps=self._count / (time.perf_counter() - self._start),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            draft_kind=self._generation.kind,
+            draft_rounds=stats.rounds,
+            draft_n=stats.drafted,
+            draft_n_accepted=stats.accepted,
+            mean_acceptance_length=stats.mean_acceptance_length,
+            acceptance_per_position=[accepted / drafted for accepted, drafted in positions],
+            exactness=self._generation.exactness,
+        )

@@ -1,0 +1,252 @@
+"""The round, on one page. Plain decoding is the same round with zero draft tokens.
+
+    invariant at every emission: the target's caches hold exactly tokens[:-1]; the last is pending
+    1 draft     each row's proposer guesses up to K tokens
+    2 verify    one forward of the target over [pending, d1..dK], inside a Round
+    3 accept    keep draft tokens while they equal what the target draws
+    4 emit      the caller takes the block token by token, and may stop anywhere in it
+    5 commit    the caches keep exactly what was emitted
+
+A row without a proposer knows its next window before its token is read: the next forward is launched
+first (`_ahead`), so the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from .accept import match
+from .batch import Batch, Row
+from .cache.round import Checkpoint, Round, check
+from .draft.protocol import checked
+from .errors import UnsupportedCacheError
+from .target import forward, vocab_size
+from .types import Draft, StepOutput
+
+
+class Choices:
+    """The target's tokens at the positions of one row's window.
+
+        position   0         1    ...  K
+        follows    pending   d1   ...  dK
+
+    A greedy row has them all at once. Otherwise they are drawn in order and never further than asked,
+    so that samplers and processors are called just as in plain decoding.
+
+    logits [K + 1, V], history [n + K]: the row's tokens up to the pending one, then the draft
+    """
+
+    def __init__(self, row: Row, logits: mx.array, history: mx.array | None) -> None:
+        self._row, self._logits, self._history = row, logits, history
+        self._drawn: list[tuple[mx.array, mx.array]] = []
+        if row.is_greedy:
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            tokens = row.sampler(logprobs)
+            self._drawn = [(tokens[i : i + 1], logprobs[i]) for i in range(logits.shape[0])]
+            self.lazy = [tokens, logprobs]
+        else:
+            self.lazy = list(self._at(0))
+
+    def token(self, position: int) -> int:
+        """Reads the token at `position` back to the host."""
+        return int(self._at(position)[0].item())
+
+    def logprobs(self, position: int) -> mx.array:
+        return self._at(position)[1]
+
+    @property
+    def first(self) -> mx.array:
+        """The token after the pending one, [1], still on the device."""
+        return self._at(0)[0]
+
+    def _at(self, position: int) -> tuple[mx.array, mx.array]:
+        while len(self._drawn) <= position:
+            i, size = len(self._drawn), self._logits.shape[0]
+            history = self._history
+            if history is not None:
+                history = history[: history.size - (size - 1 - i)]
+            self._drawn.append(self._row.choose(self._logits[i : i + 1], history))
+        return self._drawn[position]
+
+
+@dataclass
+class Flight:
+    """A verify that was launched: its round is sealed, its results are lazy."""
+
+    draft: Draft
+    round: Round
+    choices: list[Choices]
+    accepted: int = 0
+
+
+class Decoder:
+    """Runs rounds over a batch (today: one row).
+
+    num_draft_tokens     most draft tokens per round
+    quantize             (quantized_kv_start, kv_group_size, kv_bits), or None
+
+    Per round: `step`, then `show` as tokens go out if anybody looks at the caches, then `commit`.
+    `close` ends at any point, also after an exception, with the invariant restored.
+    """
+
+    def __init__(
+        self, batch: Batch, num_draft_tokens: int, quantize: tuple[int, int, int] | None = None
+    ) -> None:
+        leaves = check(batch.model, batch.cache)
+        if quantize and any(type(entry) is RotatingKVCache for _, entry in leaves):
+            raise UnsupportedCacheError(
+                "kv_bits needs caches that can be quantised, and RotatingKVCache (a sliding window) "
+                "cannot. Leave kv_bits out for this model."
+            )
+        if num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
+        self._batch = batch
+        self._num_draft_tokens = num_draft_tokens
+        self._quantize_at = quantize
+        self._flight: Flight | None = None
+        self._ahead: Flight | None = None
+
+    @functools.cached_property
+    def _vocab_size(self) -> int:
+        return vocab_size(self._batch.model)
+
+    # -- prefill --------------------------------------------------------------------------------
+
+    def prefill(self, step_size: int, progress: Callable[[int, int], None]) -> None:
+        """Feeds the prompt but for its last token, in chunks, exactly as mlx-lm does.
+
+        progress(processed, total) is called before and after every chunk. An exception leaves the
+        caches as they were.
+        """
+        (row,) = self._batch.rows
+        prompt, total, done = mx.array(row.tokens), len(row.tokens), 0
+        with ExitStack() as undo:
+            undo.callback(Checkpoint(self._batch.cache).restore)
+            progress(done, total)
+            while total - done > 1:
+                chunk = prompt[None, done : min(done + step_size, total - 1)]
+                with mx.stream(generation_stream):
+                    forward(self._batch.model, chunk, self._batch.cache)
+                    self._quantize()
+                    mx.eval([entry.state for entry in self._batch.cache])
+                done += chunk.size
+                progress(done, total)
+                mx.clear_cache()
+            undo.pop_all()
+
+    # -- the round ------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Drafts, verifies and accepts; returns each row's block. The caches are mid-round."""
+        flight = self._ahead or self._launch(self._batch.pending, self._draft())
+        self._flight, self._ahead = flight, None
+        if self._knows_next_window(flight):
+            self._ahead = self._launch(flight.choices[0].first[None], Draft.empty())
+        return self._accept(flight)
+
+    def show(self, emitted: int) -> None:
+        """Makes the caches what they are after `emitted` tokens of the block, for onlookers."""
+        with mx.stream(generation_stream):
+            if self._ahead:
+                self._ahead.round.rewind(0)
+            elif self._flight:
+                self._flight.round.rewind(emitted)
+
+    def commit(self, emitted: int) -> None:
+        """Ends the round: the caches keep what was emitted of the block, 0 for nothing."""
+        flight = self._flight
+        if flight is None:
+            return
+        with mx.stream(generation_stream):
+            flight.round.commit(emitted)
+            self._flight = None
+            if self._ahead:
+                self._ahead.round.rewind(1)
+            self._quantize()
+        (row,) = self._batch.rows
+        row.stats.count(flight.draft.num_tokens, flight.accepted, emitted)
+        if row.stats.steps % 256 == 0:
+            mx.clear_cache()
+
+    def close(self, emitted: int) -> None:
+        """Ends the decoding after `emitted` tokens of the current block."""
+        if self._ahead:
+            self._ahead.round.abort()
+            self._ahead = None
+        self.commit(emitted)
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _draft(self) -> Draft:
+        (row,) = self._batch.rows
+        limit = min(self._num_draft_tokens, row.remaining - 1, self._until_quantized())
+        if row.proposer is None or limit < 1:
+            return Draft.empty()
+        proposal = checked(row.proposer.propose(row.tokens, limit), limit, self._vocab_size)
+        return Draft(proposal[None])
+
+    def _launch(self, pending: mx.array, draft: Draft) -> Flight:
+        """Verifies `draft` [B, K] after `pending` [B, 1]; nothing is read back."""
+        batch = self._batch
+        with mx.stream(generation_stream), ExitStack() as undo:
+            steps = None if draft.num_tokens else 1
+            round = Round(batch.model, batch.cache, single_steps=steps).open()
+            undo.callback(round.abort)
+            window = mx.concatenate([pending, draft.tokens], axis=1)
+            logits = forward(batch.model, window, batch.cache).logits
+            round.seal()
+            choices = [
+                Choices(row, logits[b], self._history(row, window[b]))
+                for b, row in enumerate(batch.rows)
+            ]
+            mx.async_eval(draft.tokens, *(x for choice in choices for x in choice.lazy))
+            undo.pop_all()
+        return Flight(draft, round, choices)
+
+    def _history(self, row: Row, window: mx.array) -> mx.array | None:
+        """The row's tokens, then the draft, [n + K]; None if nobody asks."""
+        if not row.processors:
+            return None
+        known = len(row.tokens) - (self._flight is None)
+        return mx.concatenate([mx.array(row.tokens[:known], mx.int32), window])
+
+    def _accept(self, flight: Flight) -> list[StepOutput]:
+        with mx.stream(generation_stream):
+            outputs = []
+            for drafts, choices in zip(flight.draft.tokens.tolist(), flight.choices, strict=True):
+                verdict = match(drafts, choices.token)
+                flight.accepted = verdict.accepted
+                logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))
+                outputs.append(StepOutput(verdict.tokens, logprobs))
+        return outputs
+
+    def _knows_next_window(self, flight: Flight) -> bool:
+        """Whether the next round needs nothing from the host: no drafter, and one more to come."""
+        (row,) = self._batch.rows
+        last = row.remaining <= 1
+        return not (flight.draft.num_tokens or row.proposer or last or self._until_quantized() < 0)
+
+    # -- quantised caches -----------------------------------------------------------------------
+
+    def _quantize(self) -> None:
+        if self._quantize_at and not self._ahead:
+            maybe_quantize_kv_cache(self._batch.cache, *self._quantize_at)
+
+    def _until_quantized(self) -> int:
+        """Draft tokens that fit before a cache is due to be quantised; negative: due now.
+
+        Every position of a window must see the caches as plain decoding would: all before the
+        switch, or all after it.
+        """
+        if not self._quantize_at:
+            return self._num_draft_tokens
+        start = self._quantize_at[0]
+        plain = [c.offset for c in self._batch.cache if type(c) is KVCache]
+        return min((start - 1 - offset for offset in plain), default=self._num_draft_tokens)

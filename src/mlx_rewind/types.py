@@ -1,0 +1,116 @@
+"""Records that pass between the parts. B rows, K draft tokens per row, V vocabulary entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guessed continuations, one per row.
+
+    tokens  [B, K] uint32, may still be lazy; K = 0 is plain decoding
+    """
+
+    tokens: mx.array
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+    @classmethod
+    def empty(cls, rows: int = 1) -> Draft:
+        return cls(mx.zeros((rows, 0), mx.uint32))
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What the target says about a window.
+
+    logits  [B, K + 1, V], target's dtype: row i follows the pending token and i draft tokens
+    """
+
+    logits: mx.array
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of one row's round.
+
+        window    pending  d1   d2   d3
+        tokens             d1   d2   t          accepted = 2, t is the target's own token
+        kept      └───── 3 ─────┘               window positions that stay in the caches
+
+    tokens    the accepted draft tokens, then one token of the target: the recovered token at the
+              first rejection, the bonus token after a fully accepted draft
+    """
+
+    tokens: tuple[int, ...]
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a round offers one row for emission.
+
+    tokens      accepted draft tokens and the target's one
+    logprobs    one [V] array per token, the target's, after the processors
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[mx.array, ...]
+
+    def from_draft(self, index: int) -> bool:
+        return index < len(self.tokens) - 1
+
+
+@dataclass
+class SpecStats:
+    """Counters of one row. Only emitted tokens count as accepted.
+
+    rounds                  verifies that had at least one draft token
+    drafted, accepted       draft tokens proposed and emitted
+    accepted_per_position   [i]: rounds in which the draft token at position i was emitted
+    drafted_per_position    [i]: rounds in which there was one
+    steps                   all forwards of the target after prefill, plain ones included
+    emitted                 tokens handed to the caller
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    emitted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+
+    def count(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Adds a round of `drafted` proposals, `accepted` of them right, that emitted `emitted`."""
+        if not emitted:
+            return
+        self.steps += 1
+        self.emitted += emitted
+        if not drafted:
+            return
+        accepted = min(accepted, emitted)
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self._extend(drafted)
+        for i in range(drafted):
+            self.drafted_per_position[i] += 1
+            self.accepted_per_position[i] += i < accepted
+
+    def _extend(self, length: int) -> None:
+        for counts in (self.accepted_per_position, self.drafted_per_position):
+            counts.extend([0] * (length - len(counts)))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per target forward, the bonus or recovered token included."""
+        return self.emitted / self.steps if self.steps else 0.0
