@@ -1,12 +1,13 @@
 """Exact speculative decoding with cache rollback for every model that mlx-lm runs."""
 
+from .cache.attach import attach, detach
 from .cache.describe import CacheRecord, inspect
-from .cache.retrace import attach, detach
 from .cache.round import Round
 from .draft.model import DraftModel
 from .draft.ngram import NGram, Prediction
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
 from .generate import GenerationResponse, generate, generate_step, stream_generate
+from .load import load, load_draft
 
 __version__ = "0.1.0"
 
@@ -25,5 +26,7 @@ __all__ = [
     "generate",
     "generate_step",
     "inspect",
+    "load",
+    "load_draft",
     "stream_generate",
 ]

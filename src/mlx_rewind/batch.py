@@ -49,14 +49,15 @@ class Row:
     def is_greedy(self) -> bool:
         return self.sampler is greedy_sampler and not self.processors
 
-    def choose(self, logits: mx.array, history: mx.array) -> tuple[mx.array, mx.array]:
+    def choose(self, logits: mx.array, history: mx.array | None) -> tuple[mx.array, mx.array]:
         """Draws one token as mlx-lm does: processors, log-softmax, sampler.
 
-        logits [1, V], history [n]: prompt, emitted tokens and the draft tokens before the position.
-        Returns the token [1] and the logprobs [V].
+        logits [1, V], history [n]: prompt, emitted tokens and the draft tokens before the position,
+        None for a row without processors. Returns the token [1] and the logprobs [V].
         """
-        for processor in self.processors:
-            logits = processor(history, logits)
+        if history is not None:
+            for processor in self.processors:
+                logits = processor(history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         return self.sampler(logprobs), logprobs.squeeze(0)
 

@@ -1,9 +1,9 @@
 """The refusals of mlx-rewind. Each is a ValueError: the request cannot be done exactly as asked.
 
-    ValueError
-    ├── UnsupportedCacheError     a cache that no undo covers, or that does not fit the model
-    ├── UnsupportedModelError     a layer whose recurrence cannot be recorded
-    └── DraftMismatchError        a drafter that does not fit the target
+ValueError
+├── UnsupportedCacheError     a cache that no undo covers, or that does not fit the model
+├── UnsupportedModelError     a layer whose recurrence cannot be recorded
+└── DraftMismatchError        a drafter that does not fit the target
 """
 
 

@@ -18,8 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler
 from .draft.model import DraftModel, check_tokenizers
-from .draft.protocol import Closable, Drafter, Proposer, kind_of, start
-from .errors import DraftMismatchError
+from .draft.protocol import Drafter, Proposer, Session, kind_of, start
 from .speculate import Decoder
 from .stops import StopStrings
 from .target import exactness, vocab_size
@@ -30,7 +29,7 @@ Emission = tuple[int, mx.array, bool]
 
 
 @dataclass
-class GenerationResponse(PlainResponse):  # type: ignore[misc]
+class GenerationResponse(PlainResponse):
     """mlx-lm's response, and what speculation did so far.
 
     draft_kind                  none, model, ngram, prediction or custom
@@ -38,7 +37,7 @@ class GenerationResponse(PlainResponse):  # type: ignore[misc]
     draft_n, draft_n_accepted   draft tokens proposed, and emitted
     mean_acceptance_length      tokens per forward of the target
     acceptance_per_position     share of rounds whose draft token at position i was emitted
-    exactness                   bitwise, token or near-tie: the level of this run (docs/exactness.md)
+    exactness                   bitwise, token or near-tie (docs/exactness.md)
     """
 
     draft_kind: str = "none"
@@ -50,6 +49,28 @@ class GenerationResponse(PlainResponse):  # type: ignore[misc]
     exactness: str = "bitwise"
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The options of `generate_step`, where they are explained."""
+
+    num_draft_tokens: int = 4
+    max_tokens: int = 256
+    sampler: Sampler | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    max_kv_size: int | None = None
+    prompt_cache: list[Any] | None = None
+    prefill_step_size: int = 2048
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    prompt_progress_callback: Progress | None = None
+
+    @property
+    def quantize(self) -> tuple[int, int, int] | None:
+        start, size, bits = self.quantized_kv_start, self.kv_group_size, self.kv_bits
+        return None if bits is None else (start, size, bits)
+
+
 class _Generation:
     """One prompt under decode: its row, its decoder, and the loop that emits tokens."""
 
@@ -57,39 +78,30 @@ class _Generation:
         self,
         prompt: mx.array | Sequence[int],
         model: nn.Module,
-        *,
-        drafter: Drafter | Proposer | None = None,
-        num_draft_tokens: int = 4,
-        max_tokens: int = 256,
-        sampler: Sampler | None = None,
-        logits_processors: Sequence[LogitsProcessor] | None = None,
-        max_kv_size: int | None = None,
-        prompt_cache: list[Any] | None = None,
-        prefill_step_size: int = 2048,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
-        quantized_kv_start: int = 5000,
-        prompt_progress_callback: Progress | None = None,
+        drafter: Drafter | Proposer | None,
+        options: _Options,
     ) -> None:
-        tokens = [int(token) for token in (prompt.tolist() if isinstance(prompt, mx.array) else prompt)]
+        ids: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+        tokens = [int(token) for token in ids]
         if not tokens:
             raise ValueError("the prompt is empty: at least one token is needed")
-        if prefill_step_size < 1:
-            raise ValueError(f"prefill_step_size must be 1 or more, got {prefill_step_size}")
+        if options.prefill_step_size < 1:
+            raise ValueError(f"prefill_step_size must be positive, got {options.prefill_step_size}")
         self.prompt_length = len(tokens)
         self.kind = kind_of(drafter)
-        self._observed = prompt_cache is not None
-        self._prefill_step_size = prefill_step_size
-        self._progress = prompt_progress_callback or (lambda processed, total: None)
-        cache = make_prompt_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
+        self._options = options
+        self._progress = options.prompt_progress_callback or (lambda processed, total: None)
+        cache = options.prompt_cache
+        if cache is None:
+            cache = make_prompt_cache(model, options.max_kv_size)
         self.row = Row(
             tokens,
-            max_tokens=max_tokens,
-            sampler=sampler or greedy_sampler,
-            processors=tuple(logits_processors or ()),
+            max_tokens=options.max_tokens,
+            sampler=options.sampler or greedy_sampler,
+            processors=tuple(options.logits_processors or ()),
         )
-        quantize = (quantized_kv_start, kv_group_size, kv_bits) if kv_bits else None
-        self._decoder = Decoder(Batch(model, cache, [self.row]), num_draft_tokens, quantize)
+        batch = Batch(model, cache, [self.row])
+        self._decoder = Decoder(batch, options.num_draft_tokens, options.quantize)
         self.exactness = exactness(model, cache)
         if drafter is not None:
             self.row.proposer = start(drafter, vocab_size(model))
@@ -102,7 +114,7 @@ class _Generation:
         """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
         emitted = 0
         try:
-            self._decoder.prefill(self._prefill_step_size, self._progress)
+            self._decoder.prefill(self._options.prefill_step_size, self._progress)
             while self.row.remaining > 0:
                 (output,) = self._decoder.step()
                 if not self.stats.steps:
@@ -111,14 +123,14 @@ class _Generation:
                     from_draft = output.from_draft(emitted)
                     emitted += 1
                     self.row.tokens.append(token)
-                    if self._observed:
+                    if self._options.prompt_cache is not None:
                         self._decoder.show(emitted)
                     yield token, logprobs, from_draft
                 self._decoder.commit(emitted)
                 emitted = 0
         finally:
             self._decoder.close(emitted)
-            if isinstance(self.row.proposer, Closable):
+            if isinstance(self.row.proposer, Session):
                 self.row.proposer.close()
 
 
@@ -146,7 +158,7 @@ def generate_step(
     num_draft_tokens    most draft tokens per round, K
     max_tokens          tokens to generate, negative for no limit
     sampler             mlx-lm sampler, called once per emitted position; default argmax
-    logits_processors   mlx-lm processors; they see prompt, emitted tokens, and the draft before them
+    logits_processors   mlx-lm processors; they see prompt, emitted tokens and the draft before
     prompt_cache        the target's caches, updated in place, possibly with history. At every yield
                         and after close they hold history + prompt + emitted[:-1]; if prefill fails,
                         what they held before
@@ -154,14 +166,11 @@ def generate_step(
 
     Yields (token, logprobs [V] of the target, from_draft).
 
-    Raises, at the call and before any token, ValueError for a bad option, `UnsupportedCacheError` or
-    `UnsupportedModelError` for what cannot be rolled back, `DraftMismatchError` for a drafter that
-    does not fit; while running, whatever model, drafter, sampler or processor raise.
+    Raises, at the call and before any token, ValueError for a bad option, `UnsupportedCacheError`
+    or `UnsupportedModelError` for what cannot be rolled back, `DraftMismatchError` for a drafter
+    that does not fit; while running, whatever model, drafter, sampler or processor raise.
     """
-    return _Generation(
-        prompt,
-        model,
-        drafter=drafter,
+    options = _Options(
         num_draft_tokens=num_draft_tokens,
         max_tokens=max_tokens,
         sampler=sampler,
@@ -173,7 +182,8 @@ def generate_step(
         kv_group_size=kv_group_size,
         quantized_kv_start=quantized_kv_start,
         prompt_progress_callback=prompt_progress_callback,
-    ).tokens()
+    )
+    return _Generation(prompt, model, drafter, options).tokens()
 
 
 def stream_generate(
@@ -207,9 +217,8 @@ def stream_generate(
         drafter = DraftModel(draft_model)
     if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
         check_tokenizers(tokenizer, drafter.tokenizer)
-    generation = _Generation(
-        _encode(tokenizer, prompt), model, drafter=drafter, max_tokens=max_tokens, **kwargs
-    )
+    options = _Options(max_tokens=max_tokens, **kwargs)
+    generation = _Generation(_encode(tokenizer, prompt), model, drafter, options)
     return _stream(generation, model, tokenizer, StopStrings(stop))
 
 
@@ -248,9 +257,10 @@ def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array 
 def _stream(
     generation: _Generation, model: nn.Module, tokenizer: Any, stops: StopStrings
 ) -> Iterator[GenerationResponse]:
+    stream: Any = generation_stream
     detokenizer, eos = tokenizer.detokenizer, tokenizer.eos_token_ids
     clock = _Clock(generation)
-    with wired_limit(model, [generation_stream]), contextlib.closing(generation.tokens()) as tokens:
+    with wired_limit(model, [stream]), contextlib.closing(generation.tokens()) as tokens:
         for token, logprobs, from_draft in tokens:
             clock.tick()
             if token in eos:

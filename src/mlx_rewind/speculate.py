@@ -7,8 +7,8 @@
     4 emit      the caller takes the block token by token, and may stop anywhere in it
     5 commit    the caches keep exactly what was emitted
 
-A row without a proposer knows its next window before its token is read: the next forward is launched
-first (`_ahead`), so the device never waits for the host.
+A row without a proposer knows its next window before its token is read: the next forward is
+launched first (`_ahead`), so the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
@@ -37,8 +38,8 @@ class Choices:
         position   0         1    ...  K
         follows    pending   d1   ...  dK
 
-    A greedy row has them all at once. Otherwise they are drawn in order and never further than asked,
-    so that samplers and processors are called just as in plain decoding.
+    A greedy row has them all at once. Otherwise they are drawn in order and never further than
+    asked, so that samplers and processors are called just as in plain decoding.
 
     logits [K + 1, V], history [n + K]: the row's tokens up to the pending one, then the draft
     """
@@ -56,7 +57,7 @@ class Choices:
 
     def token(self, position: int) -> int:
         """Reads the token at `position` back to the host."""
-        return int(self._at(position)[0].item())
+        return int(self._at(position)[0].item())  # type: ignore[arg-type]
 
     def logprobs(self, position: int) -> mx.array:
         return self._at(position)[1]
@@ -102,8 +103,8 @@ class Decoder:
         leaves = check(batch.model, batch.cache)
         if quantize and any(type(entry) is RotatingKVCache for _, entry in leaves):
             raise UnsupportedCacheError(
-                "kv_bits needs caches that can be quantised, and RotatingKVCache (a sliding window) "
-                "cannot. Leave kv_bits out for this model."
+                "kv_bits needs caches that can be quantised; a RotatingKVCache (sliding window) "
+                "cannot be. Leave kv_bits out for this model."
             )
         if num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
@@ -197,18 +198,18 @@ class Decoder:
         batch = self._batch
         with mx.stream(generation_stream), ExitStack() as undo:
             steps = None if draft.num_tokens else 1
-            round = Round(batch.model, batch.cache, single_steps=steps).open()
-            undo.callback(round.abort)
+            verify = Round(batch.model, batch.cache, single_steps=steps).open()
+            undo.callback(verify.abort)
             window = mx.concatenate([pending, draft.tokens], axis=1)
             logits = forward(batch.model, window, batch.cache).logits
-            round.seal()
+            verify.seal()
             choices = [
                 Choices(row, logits[b], self._history(row, window[b]))
                 for b, row in enumerate(batch.rows)
             ]
             mx.async_eval(draft.tokens, *(x for choice in choices for x in choice.lazy))
             undo.pop_all()
-        return Flight(draft, round, choices)
+        return Flight(draft, verify, choices)
 
     def _history(self, row: Row, window: mx.array) -> mx.array | None:
         """The row's tokens, then the draft, [n + K]; None if nobody asks."""
@@ -220,8 +221,9 @@ class Decoder:
     def _accept(self, flight: Flight) -> list[StepOutput]:
         with mx.stream(generation_stream):
             outputs = []
-            for drafts, choices in zip(flight.draft.tokens.tolist(), flight.choices, strict=True):
-                verdict = match(drafts, choices.token)
+            drafts: Any = flight.draft.tokens.tolist()
+            for guesses, choices in zip(drafts, flight.choices, strict=True):
+                verdict = match(guesses, choices.token)
                 flight.accepted = verdict.accepted
                 logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))
                 outputs.append(StepOutput(verdict.tokens, logprobs))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache as memoize
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.ssm import ssm_update
 
-from .cache.retrace import attach, walk
+from .cache.attach import walk
 from .types import TargetOutput
 
 #: The levels of exactness, strictest first; see docs/exactness.md.
@@ -32,16 +35,24 @@ def exactness(model: nn.Module, cache: list[Any]) -> str:
 
     bitwise    tokens, logprobs and caches are equal to the bit
     token      tokens are equal, values agree to 1e-5: a layer whose window formula is not its
-               step formula (`ssm_update`), or a window cache that is read in another order
+               step formula, or a window cache that is read in another order
     near-tie   kernels sum windows in another order; a token may differ only at a near-tie
     """
     if not row_invariant():
         return NEAR_TIE
-    entries = [entry for _, entry in walk(cache)]
-    if any(type(entry) in (RotatingKVCache, ChunkedKVCache) for entry in entries):
-        return TOKEN
-    recurrent = any(type(entry) is ArraysCache for entry in entries)
-    return TOKEN if recurrent and attach(model).block_formula else BITWISE
+    windowed = any(type(entry) in (RotatingKVCache, ChunkedKVCache) for _, entry in walk(cache))
+    return TOKEN if windowed or _has_window_formula(model) else BITWISE
+
+
+def _has_window_formula(model: nn.Module) -> bool:
+    """Whether a layer computes a window otherwise than single steps.
+
+    These are, in mlx-lm: `ssm_update` (a window as one matrix product), and latent attention, which
+    projects the query of a single step but the keys and values of a window (`MultiLinear`).
+    """
+    files = {type(module).__module__ for module in model.modules()}
+    ssm = any(vars(sys.modules[name]).get("ssm_update") is ssm_update for name in files)
+    return ssm or any(isinstance(module, MultiLinear) for module in model.modules())
 
 
 @memoize

@@ -48,7 +48,7 @@ def inspect(model: nn.Module) -> list[CacheRecord]:
 def _record(label: str, entry: Any) -> CacheRecord:
     name = type(entry).__name__
     if type(entry) is ArraysCache:
-        size = sum(slot.nbytes for slot in entry.cache if slot is not None)
+        size = entry.nbytes
         return CacheRecord(label, name, RetraceUndo.mechanism, len(entry.cache), size, "fixed")
     mechanism = UNDOS[type(entry)].mechanism  # type: ignore[attr-defined]
     if entry.keys is None:

@@ -21,7 +21,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..errors import UnsupportedCacheError
-from .retrace import RetraceUndo, attach, position, walk
+from .attach import attach, walk
+from .retrace import RetraceUndo, position
 from .undo import UNDOS, RingUndo, Undo
 
 
@@ -177,8 +178,10 @@ class Checkpoint:
 def _attributes(entry: Any) -> dict[str, Any]:
     """The attributes of a cache object, with handles of their own where it writes in place."""
     return {
-        name: list(value) if isinstance(value, list)
-        else value[...] if isinstance(value, mx.array)
+        name: list(value)
+        if isinstance(value, list)
+        else value[...]
+        if isinstance(value, mx.array)
         else value
         for name, value in vars(entry).items()
     }

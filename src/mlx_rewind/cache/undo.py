@@ -130,8 +130,8 @@ class RingUndo:
         single step     [ keep | d1 d2 | oldest ... newest ]                        slot lost
 
     One window is cut. Otherwise the ring as it was is put back and the kept tokens are appended
-    again. "As it was" is a second handle on the buffer: a single step then copies the ring before it
-    writes. With `single_steps`, only the slots which that many steps will overwrite are saved.
+    again. "As it was" is a second handle on the buffer: a single step then copies the ring before
+    it writes. With `single_steps`, only the slots that so many steps will overwrite are saved.
     """
 
     mechanism: ClassVar[str] = "ring"
@@ -203,8 +203,8 @@ class RingUndo:
 class ChunkUndo:
     """ChunkedKVCache: append-only, but the model may cut its front before a forward.
 
-    While the front stays, or one forward was fed, the offset decides. Otherwise the buffer as it was,
-    which appends never overwrite, is put back and the kept tokens are appended again.
+    While the front stays, or one forward was fed, the offset decides. Otherwise the buffer as it
+    was, which appends never overwrite, is put back and the kept tokens are appended again.
     """
 
     mechanism: ClassVar[str] = "chunk"

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cache.round import Round, check
 from ..errors import DraftMismatchError
 from ..target import forward, vocab_size
-from .protocol import Drafter, Proposer
+from .protocol import Drafter, Session
 
 
 class DraftModel(Drafter):
@@ -21,7 +21,7 @@ class DraftModel(Drafter):
     model        the draft model
     tokenizer    its tokenizer, when it is to be compared with the target's (`check_tokenizers`)
 
-    Raises `UnsupportedCacheError` or `UnsupportedModelError` for a model that cannot be rolled back.
+    Raises `UnsupportedCacheError` or `UnsupportedModelError` for what cannot be rolled back.
     """
 
     kind: ClassVar[str] = "model"
@@ -35,16 +35,16 @@ class DraftModel(Drafter):
         self.prefill_step_size = prefill_step_size
         self.vocab_size = vocab_size(model)
 
-    def start(self, vocab_size: int) -> Proposer:
+    def start(self, vocab_size: int) -> Session:
         return _Session(self, vocab_size)
 
 
-class _Session:
+class _Session(Session):
     """One row's draft cache.
 
-        tokens           t0 t1 ... tn | pending
-        cache after catch-up  └──────┴─────┘ then d1 .. d(K-1), one per forward, in a round
-        the last draft token is proposed without being fed
+    tokens           t0 t1 ... tn | pending
+    cache after catch-up  └──────┴─────┘ then d1 .. d(K-1), one per forward, in a round
+    the last draft token is proposed without being fed
     """
 
     def __init__(self, drafter: DraftModel, target_vocab: int) -> None:
@@ -70,7 +70,6 @@ class _Session:
             return mx.concatenate(drafts)
 
     def close(self) -> None:
-        """Takes back the draft tokens of an unfinished round."""
         if self._round is not None:
             self._round.abort()
             self._round = None

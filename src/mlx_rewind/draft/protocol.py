@@ -26,13 +26,6 @@ class Proposer(Protocol):
         ...
 
 
-@runtime_checkable
-class Closable(Protocol):
-    """A proposer with something to give back when its row ends."""
-
-    def close(self) -> None: ...
-
-
 class Drafter(ABC):
     """A built-in drafter: starts one proposer per row."""
 
@@ -41,6 +34,18 @@ class Drafter(ABC):
     @abstractmethod
     def start(self, vocab_size: int) -> Proposer:
         """Returns a proposer for a new row of a target with `vocab_size` logits."""
+
+
+class Session(ABC):
+    """A proposer that keeps state of its own for one row, and gives it back when the row ends."""
+
+    @abstractmethod
+    def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
+        """See `Proposer.propose`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Takes back the draft tokens of an unfinished round."""
 
 
 def kind_of(drafter: Drafter | Proposer | None) -> str:

@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo check test clean
+
+help:  ## List the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(STAMP)  ## Create .venv with the package (editable) and the developer tools
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
+	  echo "No virtual environment: on Debian, run 'apt-get install python3-venv'" \
+	       "(or set PYTHON= to an interpreter >= 3.10)." >&2; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## Exact speculative decoding on the model shipped in the package
+	$(BIN)/python examples/demo.py
+
+check: $(STAMP)  ## Lint, format, types, import layers, size budgets
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/python tools/check_budgets.py
+
+test: $(STAMP)  ## The test suite (CPU, no download)
+	$(BIN)/pytest
+
+clean:  ## Remove the virtual environment, build products and tool caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,62 @@
+"""Loading models: a local folder, a hub name, or the models that ship with the package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import mlx_lm
+
+from .draft.model import DraftModel, check_tokenizers
+
+_MODELS = Path(__file__).parent / "models"
+
+#: The hybrid model and the smaller hybrid draft model that ship with the package.
+SHIPPED = _MODELS / "demo"
+SHIPPED_DRAFT = _MODELS / "demo-draft"
+
+
+def load(path_or_hf_repo: str | Path | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    """Loads a model and its tokenizer as `mlx_lm.load` does; None is the shipped model.
+
+    options    those of `mlx_lm.load`: tokenizer_config, adapter_path, trust_remote_code, ...
+
+    Raises FileNotFoundError for a path or name that leads nowhere, ValueError for a folder that
+    holds no model.
+    """
+    name = str(SHIPPED if path_or_hf_repo is None else path_or_hf_repo)
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"no model at {name}: the folder does not exist")
+    try:
+        model, tokenizer, *_ = mlx_lm.load(name, **options)
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} holds no model that mlx-lm can load: {error!r}") from error
+    return model, tokenizer
+
+
+def load_draft(path_or_hf_repo: str | Path | None, tokenizer: Any, **options: Any) -> DraftModel:
+    """Loads a draft model for a target with `tokenizer`; None is the shipped draft model.
+
+    Raises as `load` does, and `DraftMismatchError` if the tokenizers differ.
+    """
+    model, draft_tokenizer = load(path_or_hf_repo or SHIPPED_DRAFT, **options)
+    check_tokenizers(tokenizer, draft_tokenizer)
+    return DraftModel(model, draft_tokenizer)
+
+
+def held_out_prompts(tokenizer: Any) -> list[dict[str, Any]]:
+    """The prompts that ship with the model and were never trained on, ready to be generated from.
+
+    Each has `kind` (code, docs, prose or task) and `prompt`, text with any chat template applied.
+    """
+    prompts = []
+    for line in (_MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if "messages" in entry:
+            entry["prompt"] = tokenizer.apply_chat_template(
+                entry["messages"], add_generation_prompt=True, tokenize=False
+            )
+        prompts.append(entry)
+    return prompts
