@@ -39,6 +39,7 @@ __all__ = [
     "Scripted",
     "assert_state_equal",
     "build",
+    "difference",
     "feed",
     "reference",
     "state",
@@ -200,12 +201,12 @@ def assert_state_equal(a: Sequence[Any], b: Sequence[Any], tol: float = 0.0) -> 
     problems = [
         f"{label}: {problem}"
         for (label, x), (_, y) in zip(ours, theirs, strict=True)
-        if (problem := _difference(x, y, tol))
+        if (problem := difference(x, y, tol))
     ]
     assert not problems, "caches differ\n  " + "\n  ".join(problems)
 
 
-def _difference(x: mx.array, y: mx.array, tol: float) -> str | None:
+def difference(x: mx.array, y: mx.array, tol: float) -> str | None:
     if x.shape != y.shape or x.dtype != y.dtype:
         return f"{x.dtype}{list(x.shape)} against {y.dtype}{list(y.shape)}"
     if x.size == 0 or mx.array_equal(x, y, equal_nan=True):
