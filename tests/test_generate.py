@@ -118,7 +118,9 @@ def test_logprobs_are_those_of_a_teacher_forced_pass(name: str) -> None:
 def test_goes_on_from_a_cache_with_history(name: str) -> None:
     model, text = zoo.build(name), zoo.PROMPTS[2]
     caches = [zoo.feed(model, text[:12]) for _ in range(2)]
-    stock = list(stock_generate_step(mx.array(text[12:]), model, max_tokens=24, prompt_cache=caches[0]))
+    stock = list(
+        stock_generate_step(mx.array(text[12:]), model, max_tokens=24, prompt_cache=caches[0])
+    )
     expected = zoo.Reference([token for token, _ in stock], [logprobs for _, logprobs in stock])
     drafter = zoo.Scripted(expected.tokens, PLANS["mixed"], prompt_length=len(text) - 12)
     out = list(
@@ -141,7 +143,11 @@ def test_prefill_goes_in_the_chunks_of_mlx_lm(name: str, step: int) -> None:
         )
     ]
     out = generate_step(
-        prompt, model, drafter=NGram(), prompt_progress_callback=lambda *x: ours.append(x), **options
+        prompt,
+        model,
+        drafter=NGram(),
+        prompt_progress_callback=lambda *x: ours.append(x),
+        **options,
     )
     assert [token for token, *_ in out] == expected
     assert ours == stock
@@ -264,9 +270,7 @@ def test_the_cache_is_quantised_at_the_token_of_plain_decoding(
         "quantized_kv_start": start,
     }
     stock_cache = make_prompt_cache(model)
-    stock = list(
-        stock_generate_step(mx.array(prompt), model, prompt_cache=stock_cache, **options)
-    )
+    stock = list(stock_generate_step(mx.array(prompt), model, prompt_cache=stock_cache, **options))
     expected = zoo.Reference([token for token, _ in stock], [logprobs for _, logprobs in stock])
     kinds = [type(entry) for entry in stock_cache]
     for plan in (None, "all", "mixed"):
@@ -292,9 +296,7 @@ def test_any_model_drafts_for_any_other(target: str, draft: str) -> None:
     prompt = zoo.PROMPTS[1]
     drafter = DraftModel(zoo.build(draft))
     out = list(
-        generate_step(
-            prompt, zoo.build(target), drafter=drafter, num_draft_tokens=3, max_tokens=24
-        )
+        generate_step(prompt, zoo.build(target), drafter=drafter, num_draft_tokens=3, max_tokens=24)
     )
     assert_same(target, out, zoo.reference(target, prompt, 24))
     if target == draft:

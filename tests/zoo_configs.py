@@ -230,7 +230,7 @@ SEEDS: dict[str, int] = {
     "lfm2": 1,
     "falcon_h1": 4,
     "kimi_linear": 17,
-    "gpt_oss": 3,
+    "gpt_oss": 14,
     "gemma3_text": 0,
     "llama4_text": 0,
     "llama4": 1,

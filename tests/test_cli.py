@@ -1,0 +1,442 @@
+"""The command line: every option does something, and what is wrong is said in one line."""
+
+import io
+import json
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+import zoo
+from mlx_rewind import cli
+from mlx_rewind.load import SHIPPED
+
+KEYS = {
+    *("text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens"),
+    *("prompt_tps", "generation_tps", "draft_kind", "draft_rounds", "draft_n"),
+    *("draft_n_accepted", "exactness"),
+}
+QUESTION = ("-p", "List every colour in: red book, blue door, red hat.")
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert (self.code, self.err) == (0, "")
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process."""
+
+    def run(*argv: object) -> Result:
+        capsys.readouterr()
+        try:
+            code = cli.main([str(argument) for argument in argv])
+        except SystemExit as stop:  # what argparse does
+            code = stop.code if isinstance(stop.code, int) else 1
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def generate(run: Run, llama: Path) -> Callable[..., Any]:
+    """Generates 12 tokens from the tiny llama; returns the JSON."""
+    start = ("generate", "--json", "--model", llama, "-p", "one two three", "-m", 12)
+    return lambda *argv: run(*start, *argv).json
+
+
+@pytest.fixture(autouse=True)
+def _random_state() -> Iterator[None]:
+    """A sampler that raises while it is compiled leaves mlx's random state unusable."""
+    yield
+    mx.random.seed(0)
+
+
+def save(folder: Path, **config: Any) -> Path:
+    """A random llama with the shipped tokenizer, which never ends a text."""
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(SHIPPED / file, folder)
+    size = {"vocab_size": 2048, "head_dim": 64}
+    weights = dict(tree_flatten(zoo.build("llama", **size).parameters()))
+    weights["lm_head.weight"] *= mx.arange(2048)[:, None] > 2  # ids 0 and 2 end a text
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    settings = {**zoo.CONFIGS["llama"], **size, **config}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama whose tokenizer has two words in each other's place."""
+    folder = save(tmp_path_factory.mktemp("models") / "stranger")
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    names = {i: word for word, i in vocabulary.items()}
+    vocabulary[names[400]], vocabulary[names[401]] = 401, 400
+    path.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def prediction(tmp_path: Path) -> Path:
+    path = tmp_path / "expected.txt"
+    path.write_text("red, blue, red")
+    return path
+
+
+# --- drafters -----------------------------------------------------------------------------------
+
+
+def steps_of(result: Any) -> int:
+    """Forwards of the target: each gives one token of its own and the accepted drafts."""
+    return int(result["generation_tokens"] - result["draft_n_accepted"])
+
+
+def assert_counts_add_up(result: Any, k: int) -> None:
+    assert result.keys() >= KEYS
+    assert result["generation_tokens"] == len(result["tokens"])
+    assert 0 <= result["draft_n_accepted"] <= result["draft_n"] <= k * result["draft_rounds"]
+    assert result["draft_rounds"] <= steps_of(result)
+    assert result["mean_acceptance_length"] * steps_of(result) == pytest.approx(
+        result["generation_tokens"]
+    )
+    assert len(result["acceptance_per_position"]) <= k
+    assert result["finish_reason"] in ("stop", "length")
+    assert result["exactness"] in ("bitwise", "token", "near-tie")
+    assert min(result["prompt_tps"], result["generation_tps"]) > 0
+
+
+@pytest.mark.parametrize("options", [(), ("--kv-bits", 8, "--quantized-kv-start", 30)])
+def test_every_drafter_gives_the_same_text(
+    run: Run, prediction: Path, options: tuple[object, ...]
+) -> None:
+    drafts = {
+        "none": (),
+        "ngram": (),
+        "model": (),
+        "prediction": ("--prediction-file", prediction),
+    }
+    results = {
+        kind: run("generate", *QUESTION, "-m", 16, "--json", "--draft", kind, *more, *options).json
+        for kind, more in drafts.items()
+    }
+    for kind, result in results.items():
+        assert_counts_add_up(result, 4)
+        assert result["draft_kind"] == kind
+        for key in ("text", "tokens", "finish_reason", "prompt_tokens", "exactness"):
+            assert result[key] == results["none"][key]
+    assert results["none"]["draft_n"] == results["none"]["draft_rounds"] == 0
+
+
+def test_the_default_is_no_drafter(run: Run) -> None:
+    plain = run("generate", *QUESTION, "-m", 4, "--json").json
+    assert plain["draft_kind"] == "none"
+
+
+def test_a_drafters_own_option_chooses_it(
+    generate: Callable[..., Any], llama: Path, prediction: Path
+) -> None:
+    assert generate("--draft-model", llama)["draft_kind"] == "model"
+    assert generate("--prediction-file", prediction)["draft_kind"] == "prediction"
+
+
+@pytest.mark.parametrize(("k", "rounds"), [(0, 0), (1, 6), (2, 4), (3, 3), (5, 2)])
+def test_num_draft_tokens_is_the_length_of_a_round(
+    generate: Callable[..., Any], llama: Path, k: int, rounds: int
+) -> None:
+    """A model drafts for itself: all is accepted, 12 tokens come in blocks of k + 1."""
+    result = generate("--draft-model", llama, "--num-draft-tokens", k)
+    assert_counts_add_up(result, k)
+    assert result["draft_rounds"] == rounds
+    assert result["draft_n"] == result["draft_n_accepted"] == k * rounds
+    assert result["acceptance_per_position"] == [1.0] * k
+
+
+def test_another_draft_model_is_another_drafter(
+    generate: Callable[..., Any], llama: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama, tmp_path / "other")
+    weights = mx.load(str(llama / "model.safetensors"))
+    weights["lm_head.weight"] = -weights["lm_head.weight"]
+    mx.save_safetensors(str(tmp_path / "other" / "model.safetensors"), weights)
+    right, wrong = (generate("--draft-model", path) for path in (llama, tmp_path / "other"))
+    assert right["tokens"] == wrong["tokens"]
+    assert right["draft_n_accepted"] > wrong["draft_n_accepted"] == 0
+
+
+def test_another_prediction_file_is_another_drafter(
+    generate: Callable[..., Any], prediction: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    some, none = (
+        generate("--prediction-file", path) for path in (prediction, tmp_path / "empty.txt")
+    )
+    assert some["tokens"] == none["tokens"]
+    assert some["draft_n"] > none["draft_n"] == 0
+
+
+# --- every option -------------------------------------------------------------------------------
+
+SAMPLING = ("--temp", 1.5, "--seed", 1)
+QUANTISED = ("--kv-bits", 4, "--quantized-kv-start", 0)
+
+# Two command lines, and the field of the JSON in which they differ.
+DIFFERENCES: dict[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
+    "--prompt": ((), ("--prompt", "one two three four five six"), "prompt_tokens"),
+    "--system-prompt": ((), ("--system-prompt", "Be brief."), "prompt_tokens"),
+    "--ignore-chat-template": ((), ("--ignore-chat-template",), "prompt_tokens"),
+    "--max-tokens": ((), ("--max-tokens", 5), "generation_tokens"),
+    "--temp": (("--seed", 1), SAMPLING, "tokens"),
+    "--seed": (SAMPLING, (*SAMPLING, "--seed", 2), "tokens"),
+    "--top-p": (SAMPLING, (*SAMPLING, "--top-p", 0.3), "tokens"),
+    "--top-k": (SAMPLING, (*SAMPLING, "--top-k", 2), "tokens"),
+    "--min-p": (SAMPLING, (*SAMPLING, "--min-p", 0.9), "tokens"),
+    "--max-kv-size": ((), ("--max-kv-size", 8), "tokens"),
+    "--kv-bits": ((*QUANTISED, "--kv-bits", 2), (*QUANTISED, "--kv-bits", 8), "tokens"),
+    "--kv-group-size": (QUANTISED, (*QUANTISED, "--kv-group-size", 32), "tokens"),
+    "--quantized-kv-start": (QUANTISED, ("--kv-bits", 4), "tokens"),
+    "--draft": ((), ("--draft", "ngram"), "draft_kind"),
+}
+
+
+@pytest.mark.parametrize("option", DIFFERENCES)
+def test_an_option_makes_a_difference(generate: Callable[..., Any], option: str) -> None:
+    one, other, field = DIFFERENCES[option]
+    assert generate(*one)[field] != generate(*other)[field]
+
+
+@pytest.mark.parametrize("narrow", [("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1.0)])
+def test_sampling_from_one_token_is_greedy(
+    generate: Callable[..., Any], narrow: tuple[object, ...]
+) -> None:
+    assert generate(*SAMPLING, *narrow)["tokens"] == generate()["tokens"]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "model"])
+def test_a_seed_gives_one_text_with_and_without_drafter(
+    generate: Callable[..., Any], llama: Path, draft: str
+) -> None:
+    more = ("--draft-model", llama) if draft == "model" else ()
+    sampled = generate("--temp", 0.7, "--seed", 7, "--draft", draft, *more)
+    assert sampled["tokens"] == generate("--temp", 0.7, "--seed", 7)["tokens"]
+    assert sampled["tokens"] != generate()["tokens"]
+
+
+def test_stop_ends_the_text_before_a_string(generate: Callable[..., Any]) -> None:
+    text = generate()["text"]
+    late, early = text[12:15], text[5:8]
+    assert generate("--stop", late)["text"] == text[: text.index(late)]
+    stopped = generate("--stop", late, "--stop", early)
+    assert stopped["text"] == text[: text.index(early)]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["generation_tokens"] < 12
+
+
+def test_extra_eos_token_ends_the_text_after_a_token(
+    generate: Callable[..., Any], llama: Path
+) -> None:
+    tokens = generate()["tokens"]
+    names = load_tokenizer(llama).convert_ids_to_tokens(tokens)
+    for token in (tokens[4], names[4]):
+        stopped = generate("--extra-eos-token", token)
+        assert stopped["tokens"] == tokens[: tokens.index(tokens[4]) + 1]
+        assert stopped["finish_reason"] == "stop"
+    earlier = generate("--extra-eos-token", names[4], names[2])
+    assert earlier["tokens"] == tokens[: tokens.index(tokens[2]) + 1]
+
+
+def test_extra_eos_token_goes_with_a_draft_model(run: Run) -> None:
+    line = ("generate", *QUESTION, "-m", 8, "--json", "--extra-eos-token", "qu")
+    assert run(*line, "--draft", "model").json["tokens"] == run(*line).json["tokens"]
+
+
+def test_a_prompt_is_read_from_standard_input(
+    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one two three"))
+    piped = generate("--prompt", "-")
+    for key in ("tokens", "prompt_tokens"):
+        assert piped[key] == generate()[key]
+
+
+def test_prefill_step_size_is_the_length_of_a_chunk(
+    generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    stock = cli.stream_generate
+
+    def spy(*args: Any, **options: Any) -> Any:
+        options["prompt_progress_callback"] = lambda processed, total: seen.append(processed)
+        return stock(*args, **options)
+
+    monkeypatch.setattr(cli, "stream_generate", spy)
+    size = generate("--prefill-step-size", 4)["prompt_tokens"]
+    assert seen == [*range(0, size - 1, 4), size - 1, size]
+    seen.clear()
+    generate()
+    assert seen == [0, size - 1, size]
+
+
+def test_an_adapter_changes_the_model(
+    generate: Callable[..., Any], llama: Path, tmp_path: Path
+) -> None:
+    head = mx.load(str(llama / "model.safetensors"))["lm_head.weight"]
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {"lm_head.weight": -head})
+    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
+    assert generate("--adapter-path", tmp_path)["tokens"] != generate()["tokens"]
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect"])
+def test_code_of_a_model_is_run_only_when_trusted(run: Run, tmp_path: Path, command: str) -> None:
+    folder = save(tmp_path / "custom", model_file="custom.py")
+    (folder / "custom.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
+    line = [command, "--model", folder, "--json", *(("-m", 2) if command == "generate" else ())]
+    refused = run(*line)
+    assert refused.code == 2
+    assert "trust" in refused.err
+    assert run(*line, "--trust-remote-code").json
+
+
+def test_text_and_closing_line(run: Run, generate: Callable[..., Any], llama: Path) -> None:
+    line = ("generate", "--model", llama, "-p", "one two three", "-m", 12)
+    line = (*line, "--draft-model", llama, "--num-draft-tokens", 3)
+    quiet, verbose = run(*line, "--verbose", "false"), run(*line)
+    assert quiet == (0, generate()["text"] + "\n", "")
+    assert (verbose.code, verbose.err) == (0, "")
+    assert verbose.out.startswith(quiet.out)
+    closing = verbose.out[len(quiet.out) :]
+    for part in ("prompt tokens", "12 tokens", "model: 3 rounds", "9/9", "4.00", "length"):
+        assert part in closing
+    assert "no drafter" in run(*line[:-4]).out
+
+
+def test_a_terminal_shows_progress_and_the_same_text(
+    run: Run, generate: Callable[..., Any], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = generate()["text"]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
+    line = ("generate", "--model", llama, "-p", "one two three", "-m", 12, "--verbose", "false")
+    result = run(*line)
+    assert (result.code, result.out) == (0, text + "\n")
+    assert "prompt" in result.err
+
+
+# --- what is wrong ------------------------------------------------------------------------------
+
+# A command line after `generate -m 4`, and a part of the message. {names} are folders and files.
+WRONG: dict[str, tuple[str, str]] = {
+    "no such folder": ("--model /no/such/model", "/no/such/model"),
+    "empty folder": ("--model {empty}", "{empty}"),
+    "broken config": ("--model {broken}", "{broken}"),
+    "no such draft": ("--draft-model ./no-such-model", "./no-such-model"),
+    "draft of another tokenizer": ("--draft-model {stranger}", "id 400"),
+    "draft of another target": ("--model {stranger} --draft-model {llama}", "id 400"),
+    "no default draft": ("--model {llama} --draft model", "--draft-model"),
+    "draft model and ngram": ("--draft ngram --draft-model {llama}", "--draft-model"),
+    "draft model and none": ("--draft none --draft-model {llama}", "--draft none"),
+    "draft model and prediction": ("--draft prediction --draft-model {llama}", "--draft"),
+    "two drafters": ("--draft-model {llama} --prediction-file {text}", "exclude"),
+    "prediction and ngram": ("--draft ngram --prediction-file {text}", "--prediction-file"),
+    "no prediction": ("--draft prediction", "--prediction-file"),
+    "no such prediction": ("--prediction-file /no/such/file", "/no/such/file"),
+    "a folder as prediction": ("--prediction-file {empty}", "{empty}"),
+    "unknown drafter": ("--draft best", "best"),
+    "negative draft": ("--draft ngram --num-draft-tokens -1", "num_draft_tokens"),
+    "no tokens": ("--max-tokens 0", "max_tokens"),
+    "not a number": ("--max-tokens many", "many"),
+    "empty stop": ("--stop=", "stop"),
+    "empty chunk": ("--prefill-step-size 0", "prefill_step_size"),
+    "bad min-p": ("--temp 1 --min-p 2", "min_p"),
+    "bad top-k": ("--temp 1 --top-k 5000", "top_k"),
+    "bad temperature": ("--temp -1", "temp"),
+    "bad seed": ("--seed -1", "seed"),
+    "bad bits": ("--kv-bits 7 --quantized-kv-start 0", "7"),
+    "bad bits, later": ("--kv-bits 7 --quantized-kv-start 16", "7"),
+    "bad group": ("--kv-bits 8 --kv-group-size 48 --quantized-kv-start 0", "48"),
+    "bits for a window": ("--model {llama} --max-kv-size 8 --kv-bits 8", "RotatingKVCache"),
+    "no adapter": ("--adapter-path /no/such/adapter", "/no/such/adapter"),
+    "no such token": ("--extra-eos-token nosuchtoken", "nosuchtoken"),
+    "empty prompt": ("--ignore-chat-template --prompt=", "empty"),
+    "unknown option": ("--speculate", "--speculate"),
+    "neither true nor false": ("--verbose maybe", "maybe"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_in_one_line(
+    run: Run, llama: Path, stranger: Path, prediction: Path, tmp_path: Path, case: str
+) -> None:
+    folders = {"llama": llama, "stranger": stranger, "text": prediction}
+    for name in ("empty", "broken"):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+    (folders["broken"] / "config.json").write_text("{nope")
+    options, message = WRONG[case]
+    result = run("generate", "-m", 4, *(part.format(**folders) for part in options.split()))
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.count("\n") == 1
+    assert result.err.endswith("\n")
+    assert message.format(**folders) in result.err
+
+
+@pytest.mark.parametrize("line", [(), ("speculate",), ("inspect", "--model", "/no/such/model")])
+def test_wrong_commands(run: Run, line: tuple[str, ...]) -> None:
+    result = run(*line)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+
+
+# --- inspect ------------------------------------------------------------------------------------
+
+
+def test_inspect_lists_every_cache(run: Run, llama: Path) -> None:
+    records = run("inspect", "--json").json
+    assert [record["layer"] for record in records] == [str(i) for i in range(8)]
+    assert {(r["cache"], r["mechanism"], r["slots"], r["growth"]) for r in records} == {
+        ("ArraysCache", "retrace", 2, "fixed"),
+        ("KVCache", "trim", 2, "per token"),
+    }
+    assert all(record["bytes"] > 0 for record in records)
+    assert [r["cache"] for r in run("inspect", "--json", "--model", llama).json] == ["KVCache"] * 2
+
+
+def test_inspect_prints_a_table(run: Run, llama: Path) -> None:
+    result = run("inspect")
+    assert (result.code, result.err) == (0, "")
+    for word in ("shipped", "layer", "cache", "mechanism", "ArraysCache", "retrace", "per token"):
+        assert word in result.out
+    assert "KVCache" in run("inspect", "--model", llama).out
+
+
+# --- the installed command ----------------------------------------------------------------------
+
+
+def test_the_installed_command_runs() -> None:
+    script = Path(sysconfig.get_path("scripts")) / "mlx-rewind"
+    line = [script, "generate", *QUESTION, "-m", "4", "--draft", "ngram", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["draft_kind"] == "ngram"
