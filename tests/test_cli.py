@@ -69,16 +69,17 @@ def _random_state() -> Iterator[None]:
     mx.random.seed(0)
 
 
-def save(folder: Path, **config: Any) -> Path:
-    """A random llama with the shipped tokenizer, which never ends a text."""
+def save(folder: Path, name: str = "llama", **config: Any) -> Path:
+    """A random model with the shipped tokenizer, which never ends a text."""
     folder.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(SHIPPED / file, folder)
     size = {"vocab_size": 2048, "head_dim": 64}
-    weights = dict(tree_flatten(zoo.build("llama", **size).parameters()))
-    weights["lm_head.weight"] *= mx.arange(2048)[:, None] > 2  # ids 0 and 2 end a text
+    weights = dict(tree_flatten(zoo.build(name, **size).parameters()))
+    head = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
+    weights[head] *= mx.arange(2048)[:, None] > 2  # ids 0 and 2 end a text
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    settings = {**zoo.CONFIGS["llama"], **size, **config}
+    settings = {**zoo.CONFIGS[name], **size, **config}
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
@@ -86,6 +87,12 @@ def save(folder: Path, **config: Any) -> Path:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that leaves its caches to mlx-lm, so that `--max-kv-size` decides."""
+    return save(tmp_path_factory.mktemp("models") / "plain", "llama4_text")
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +222,6 @@ DIFFERENCES: dict[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
     "--top-p": (SAMPLING, (*SAMPLING, "--top-p", 0.3), "tokens"),
     "--top-k": (SAMPLING, (*SAMPLING, "--top-k", 2), "tokens"),
     "--min-p": (SAMPLING, (*SAMPLING, "--min-p", 0.9), "tokens"),
-    "--max-kv-size": ((), ("--max-kv-size", 8), "tokens"),
     "--kv-bits": ((*QUANTISED, "--kv-bits", 2), (*QUANTISED, "--kv-bits", 8), "tokens"),
     "--kv-group-size": (QUANTISED, (*QUANTISED, "--kv-group-size", 32), "tokens"),
     "--quantized-kv-start": (QUANTISED, ("--kv-bits", 4), "tokens"),
@@ -227,6 +233,13 @@ DIFFERENCES: dict[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
 def test_an_option_makes_a_difference(generate: Callable[..., Any], option: str) -> None:
     one, other, field = DIFFERENCES[option]
     assert generate(*one)[field] != generate(*other)[field]
+
+
+def test_max_kv_size_is_the_longest_window(generate: Callable[..., Any], plain: Path) -> None:
+    whole, window = generate("--model", plain), generate("--model", plain, "--max-kv-size", 8)
+    assert whole["tokens"] != window["tokens"]
+    assert whole["exactness"] != "token"
+    assert window["exactness"] != "bitwise"  # of rings
 
 
 @pytest.mark.parametrize("narrow", [("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1.0)])
@@ -375,9 +388,9 @@ WRONG: dict[str, tuple[str, str]] = {
     "bad temperature": ("--temp -1", "temp"),
     "bad seed": ("--seed -1", "seed"),
     "bad bits": ("--kv-bits 7 --quantized-kv-start 0", "7"),
-    "bad bits, later": ("--kv-bits 7 --quantized-kv-start 16", "7"),
+    "bad bits, later": ("--kv-bits 7 --quantized-kv-start 22", "7"),
     "bad group": ("--kv-bits 8 --kv-group-size 48 --quantized-kv-start 0", "48"),
-    "bits for a window": ("--model {llama} --max-kv-size 8 --kv-bits 8", "RotatingKVCache"),
+    "bits for a window": ("--model {plain} --max-kv-size 8 --kv-bits 8", "RotatingKVCache"),
     "no adapter": ("--adapter-path /no/such/adapter", "/no/such/adapter"),
     "no such token": ("--extra-eos-token nosuchtoken", "nosuchtoken"),
     "empty prompt": ("--ignore-chat-template --prompt=", "empty"),
@@ -386,22 +399,27 @@ WRONG: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.fixture
+def names(
+    llama: Path, plain: Path, stranger: Path, prediction: Path, tmp_path: Path
+) -> dict[str, Path]:
+    empty, broken = tmp_path / "empty", tmp_path / "broken"
+    empty.mkdir()
+    broken.mkdir()
+    (broken / "config.json").write_text("{nope")
+    folders = {"llama": llama, "plain": plain, "stranger": stranger}
+    return {**folders, "empty": empty, "broken": broken, "text": prediction}
+
+
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_in_one_line(
-    run: Run, llama: Path, stranger: Path, prediction: Path, tmp_path: Path, case: str
-) -> None:
-    folders = {"llama": llama, "stranger": stranger, "text": prediction}
-    for name in ("empty", "broken"):
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-    (folders["broken"] / "config.json").write_text("{nope")
+def test_what_is_wrong_is_said_in_one_line(run: Run, names: dict[str, Path], case: str) -> None:
     options, message = WRONG[case]
-    result = run("generate", "-m", 4, *(part.format(**folders) for part in options.split()))
+    result = run("generate", "-m", 4, *(part.format(**names) for part in options.split()))
     assert result.code == 2
     assert result.out == ""
     assert result.err.count("\n") == 1
     assert result.err.endswith("\n")
-    assert message.format(**folders) in result.err
+    assert message.format(**names) in result.err
 
 
 @pytest.mark.parametrize("line", [(), ("speculate",), ("inspect", "--model", "/no/such/model")])
@@ -415,7 +433,7 @@ def test_wrong_commands(run: Run, line: tuple[str, ...]) -> None:
 
 def test_inspect_lists_every_cache(run: Run, llama: Path) -> None:
     records = run("inspect", "--json").json
-    assert [record["layer"] for record in records] == [str(i) for i in range(8)]
+    assert [record["layer"] for record in records] == list(range(8))
     assert {(r["cache"], r["mechanism"], r["slots"], r["growth"]) for r in records} == {
         ("ArraysCache", "retrace", 2, "fixed"),
         ("KVCache", "trim", 2, "per token"),

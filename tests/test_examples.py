@@ -45,5 +45,5 @@ def test_acceptance_is_counted_per_kind_and_drafter() -> None:
     assert {row["kind"] for row in records} == {"code", "docs", "prose", "task", "all"}
     assert {row["drafter"] for row in records} == {"ngram", "model", "prediction"}
     for row in records:
-        assert row["steps"] + row["accepted"] == row["tokens"]
+        assert row["tokens"] <= row["steps"] + row["accepted"]
         assert row["accepted"] <= row["drafted"]

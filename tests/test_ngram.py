@@ -1,4 +1,4 @@
-"""NGram: prompt lookup equals a search through the whole row, at a cost that does not grow with it."""
+"""NGram: prompt lookup equals a search of the whole row, at a cost that does not grow with it."""
 
 import sys
 from collections.abc import Callable, Iterable

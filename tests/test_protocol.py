@@ -177,12 +177,12 @@ def test_a_failing_drafter_leaves_the_cache_at_what_was_emitted(
     cache = make_prompt_cache(model)
     expected = zoo.reference(model, PROMPT, 40).tokens
     drafter = Late(name, calls, then)
+    steps = mlx_rewind.generate_step(
+        PROMPT, model, drafter=drafter, num_draft_tokens=K, prompt_cache=cache, max_tokens=40
+    )
     emitted = []
     with pytest.raises(LookupError if then is raising else DraftMismatchError):
-        for token, _, _ in mlx_rewind.generate_step(
-            PROMPT, model, drafter=drafter, num_draft_tokens=K, prompt_cache=cache, max_tokens=40
-        ):
-            emitted.append(token)
+        emitted.extend(token for token, _, _ in steps)
     assert emitted == expected[: 3 * calls]  # two right ones and the target's own per call
     held = [*PROMPT, *emitted][:-1]
     zoo.assert_state_equal(cache, zoo.feed(model, held), zoo.tolerance(name))

@@ -348,6 +348,18 @@ def test_a_wrapper_and_its_inner_model_share_their_layers() -> None:
     mlx_rewind.detach(text)
 
 
+def test_a_copy_of_an_attached_model_records_on_its_own() -> None:
+    model = zoo.build("qwen3_5", fresh=True)
+    mlx_rewind.attach(model)
+    twin = copy.deepcopy(model)
+    mlx_rewind.detach(model)
+    cache = zoo.feed(twin, prompt_of(5))
+    with Round(twin, cache) as round_:
+        fed(twin, KEPT[:4], cache, [4])
+        round_.commit(2)
+    zoo.assert_state_equal(cache, zoo.feed(model, prompt_of(5) + KEPT[:2]))
+
+
 def test_nothing_outlives_a_round() -> None:
     from mlx_rewind.cache import retrace
 

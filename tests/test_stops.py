@@ -1,5 +1,7 @@
 """Stop strings: the text ends before the first one, however it arrives."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
 
 def cut_up(text: str, cuts: list[int]) -> list[str]:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 def streamed(stops: StopStrings, segments: list[str]) -> list[str]:

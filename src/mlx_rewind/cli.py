@@ -189,7 +189,8 @@ def _inspect(args: argparse.Namespace) -> None:
         table.add_column(column, justify="right" if column in ("slots", "bytes") else "left")
     for record in records:
         size = f"{record.bytes:,} {record.growth}"
-        table.add_row(record.layer, record.cache, record.mechanism, str(record.slots), size)
+        layer = str(record.layer) if record.child is None else f"{record.layer}[{record.child}]"
+        table.add_row(layer, record.cache, record.mechanism, str(record.slots), size)
     Console().print(table)
 
 

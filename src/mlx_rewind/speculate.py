@@ -46,35 +46,47 @@ class Choices:
 
     def __init__(self, row: Row, logits: mx.array, history: mx.array | None) -> None:
         self._row, self._logits, self._history = row, logits, history
-        self._drawn: list[tuple[mx.array, mx.array]] = []
+        self._tokens: list[mx.array] = []
+        self._logprobs: list[mx.array] = []
+        self._read: list[int] = []
         if row.is_greedy:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            tokens = row.sampler(logprobs)
-            self._drawn = [(tokens[i : i + 1], logprobs[i]) for i in range(logits.shape[0])]
-            self.lazy = [tokens, logprobs]
+            self._tokens, self._logprobs = [row.sampler(logprobs)], list(logprobs)
         else:
-            self.lazy = list(self._at(0))
+            self._draw()
 
-    def token(self, position: int) -> int:
-        """Reads the token at `position` back to the host."""
-        return int(self._at(position)[0].item())  # type: ignore[arg-type]
-
-    def logprobs(self, position: int) -> mx.array:
-        return self._at(position)[1]
+    @property
+    def lazy(self) -> list[mx.array]:
+        """What is still on the device."""
+        return self._tokens + self._logprobs
 
     @property
     def first(self) -> mx.array:
         """The token after the pending one, [1], still on the device."""
-        return self._at(0)[0]
+        return self._tokens[0][:1]
 
-    def _at(self, position: int) -> tuple[mx.array, mx.array]:
-        while len(self._drawn) <= position:
-            i, size = len(self._drawn), self._logits.shape[0]
-            history = self._history
-            if history is not None:
-                history = history[: history.size - (size - 1 - i)]
-            self._drawn.append(self._row.choose(self._logits[i : i + 1], history))
-        return self._drawn[position]
+    def token(self, position: int) -> int:
+        """Reads the token at `position` back to the host: one read for all that are drawn."""
+        while len(self._read) <= position:
+            if not self._tokens:
+                self._draw()
+            read: Any = mx.concatenate(self._tokens).tolist()
+            self._read += read
+            self._tokens = []
+        return self._read[position]
+
+    def logprobs(self, position: int) -> mx.array:
+        return self._logprobs[position]
+
+    def _draw(self) -> None:
+        """Draws the next position; its history ends with the draft token before it."""
+        i, size = len(self._logprobs), self._logits.shape[0]
+        history = self._history
+        if history is not None:
+            history = history[: history.size - (size - 1 - i)]
+        token, logprobs = self._row.choose(self._logits[i : i + 1], history)
+        self._tokens.append(token)
+        self._logprobs.append(logprobs)
 
 
 @dataclass

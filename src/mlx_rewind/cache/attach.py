@@ -59,13 +59,14 @@ def _subclass(base: type, wrapper: Callable[..., Any]) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return wrapper(stock, self, *args, **kwargs)
 
-    names = {"__call__": call, "__module__": base.__module__, "_rewind_base": base}
-    return type(base.__name__, (base,), names)
+    names = {"__call__": call, "__module__": base.__module__}
+    return type(base.__name__, (base,), {**names, "_rewind_base": base, "_rewind_call": wrapper})
 
 
 def _swap(modules: Iterable[nn.Module], wrapper: Callable[..., Any]) -> None:
     for module in modules:
-        module.__class__ = _subclass(type(module), wrapper)
+        if vars(type(module)).get("_rewind_call") is not wrapper:
+            module.__class__ = _subclass(type(module), wrapper)
 
 
 def _restore(modules: Iterable[nn.Module]) -> None:
@@ -96,9 +97,8 @@ def attach(model: nn.Module) -> Attachment:
             for child in writer.modules()
             if isinstance(child, _LINEAR)
         }
-        taken = _swapped_elsewhere()
-        _swap((m for key, m in writers.items() if key not in taken), recorded_call)
-        _swap((m for key, m in linears.items() if key not in taken), linear_call)
+        _swap(writers.values(), recorded_call)
+        _swap(linears.values(), linear_call)
         attachment = Attachment(
             calls={label: len(calls) for label, calls in owners.items()},
             swapped=[*writers.values(), *linears.values()],
@@ -113,13 +113,9 @@ def detach(model: nn.Module) -> None:
     with _lock:
         attachment = _attachments.pop(id(model), None)
         if attachment is not None:
-            taken = _swapped_elsewhere()
-            _restore(module for module in attachment.swapped if id(module) not in taken)
-
-
-def _swapped_elsewhere() -> set[int]:
-    """Layers that an attached model shares with another, such as a model and its wrapper."""
-    return {id(module) for known in _attachments.values() for module in known.swapped}
+            # A model and its wrapper, both attached, share their layers.
+            shared = {id(module) for known in _attachments.values() for module in known.swapped}
+            _restore(module for module in attachment.swapped if id(module) not in shared)
 
 
 # -- probing: which layer writes which slots ------------------------------------------------------

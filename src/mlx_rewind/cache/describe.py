@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 
 from .retrace import RetraceUndo
 from .round import check
@@ -18,7 +18,8 @@ from .undo import UNDOS
 class CacheRecord:
     """One cache of a model.
 
-    layer       index in the prompt cache; "3[0]" is the first child of a CacheList at 3
+    layer       index in the prompt cache
+    child       index in a CacheList, None for a cache that is not in one
     cache       class name
     mechanism   trim, cut, ring, chunk or retrace
     slots       arrays it holds
@@ -26,12 +27,13 @@ class CacheRecord:
     growth      "per token" or "fixed"
     """
 
-    layer: str
+    layer: int
     cache: str
     mechanism: str
     slots: int
     bytes: int
     growth: str
+    child: int | None = None
 
 
 def inspect(model: nn.Module) -> list[CacheRecord]:
@@ -40,20 +42,27 @@ def inspect(model: nn.Module) -> list[CacheRecord]:
     Raises `UnsupportedCacheError` or `UnsupportedModelError` where a round would.
     """
     cache = make_prompt_cache(model)
-    leaves = check(model, cache)
+    check(model, cache)
     model(mx.zeros((1, 2), mx.int32), cache=cache)
-    return [_record(label, entry) for label, entry in leaves]
+    records = []
+    for layer, entry in enumerate(cache):
+        if type(entry) is CacheList:
+            records += [_record(layer, leaf, child) for child, leaf in enumerate(entry.caches)]
+        else:
+            records.append(_record(layer, entry))
+    return records
 
 
-def _record(label: str, entry: Any) -> CacheRecord:
+def _record(layer: int, entry: Any, child: int | None = None) -> CacheRecord:
     name = type(entry).__name__
     if type(entry) is ArraysCache:
-        size = entry.nbytes
-        return CacheRecord(label, name, RetraceUndo.mechanism, len(entry.cache), size, "fixed")
-    mechanism = UNDOS[type(entry)].mechanism  # type: ignore[attr-defined]
+        mechanism, slots = RetraceUndo.mechanism, len(entry.cache)
+        return CacheRecord(layer, name, mechanism, slots, entry.nbytes, "fixed", child)
+    mechanism = UNDOS[type(entry)].mechanism
     if entry.keys is None:
-        return CacheRecord(label, name, mechanism, 2, 0, "fixed")
+        return CacheRecord(layer, name, mechanism, 2, 0, "fixed", child)
     per_token = sum(x.nbytes // x.shape[2] for x in (entry.keys, entry.values))
     if type(entry) is RotatingKVCache:
-        return CacheRecord(label, name, mechanism, 2, per_token * entry.max_size, "fixed")
-    return CacheRecord(label, name, mechanism, 2, per_token, "per token")
+        size = per_token * entry.max_size
+        return CacheRecord(layer, name, mechanism, 2, size, "fixed", child)
+    return CacheRecord(layer, name, mechanism, 2, per_token, "per token", child)

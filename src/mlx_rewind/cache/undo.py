@@ -26,7 +26,11 @@ from mlx_lm.models.cache import (
 
 
 class Undo(Protocol):
+    """Watches one cache while a round is open, and takes it back."""
+
     mechanism: ClassVar[str]
+
+    def __init__(self, cache: Any, single_steps: int | None = None) -> None: ...
 
     def seal(self) -> int: ...
 
@@ -232,7 +236,7 @@ class ChunkUndo:
             self._log.replay(kept)
 
 
-UNDOS: dict[type, Callable[[Any, int | None], Undo]] = {
+UNDOS: dict[type, type[Undo]] = {
     KVCache: TrimUndo,
     QuantizedKVCache: TrimUndo,
     ConcatenateKVCache: CutUndo,
