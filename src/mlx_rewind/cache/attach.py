@@ -159,7 +159,7 @@ def _find_owners(model: nn.Module) -> dict[str, list[_ProbedCall]]:
         return {}
     for entry in recurrent.values():
         entry.__class__ = _ProbedCache
-    modules = [m for m in model.modules() if m is not model and callable(m)]
+    modules = list({id(m): m for m in model.modules() if m is not model and callable(m)}.values())
     _swap(modules, _probed_call)
     _local.probing = True
     try:
