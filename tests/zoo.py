@@ -88,7 +88,7 @@ def _build(name: str, seed: int, dtype: mx.Dtype, overrides: str) -> nn.Module:
 
     def redraw(path: str, weight: mx.array) -> mx.array:
         if weight.ndim >= 2 and "A_log" not in path:
-            weight = mx.random.normal(weight.shape) * (SPREAD / weight.shape[-1] ** 0.5)
+            weight = mx.random.normal(weight.shape) * (SPREAD[name] / weight.shape[-1] ** 0.5)
         return weight.astype(dtype if casts(path) else mx.float32)
 
     weights = [(path, redraw(path, weight)) for path, weight in tree_flatten(model.parameters())]
