@@ -1,5 +1,6 @@
 """Stopping anywhere, on purpose or by failure, leaves caches that hold exactly the text so far."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,26 @@ def test_close_after_any_token_and_go_on_with_mlx_lm(name: str, plan: str) -> No
             mx.array(tokens[-1:]), model, max_tokens=24 - taken, prompt_cache=cache
         )
         assert tokens + [token for token, _ in rest] == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "lfm2"])
+def test_a_cache_goes_from_thread_to_thread(name: str) -> None:
+    """Load here, decode in one thread, stop there, go on in a second one."""
+    model, expected = zoo.build(name), zoo.reference(name, PROMPT, 24).tokens
+    cache, tokens = make_prompt_cache(model), []
+
+    def decode(prompt: list[int], count: int) -> None:
+        drafter = zoo.Scripted(expected[len(tokens) :], [2, 0, 3], prompt_length=len(prompt))
+        steps = generate_step(prompt, model, drafter=drafter, max_tokens=24, prompt_cache=cache)
+        tokens.extend([next(steps)[0] for _ in range(count)])
+        steps.close()
+
+    for count in (6, 5, 8):
+        prompt = tokens[-1:] or PROMPT
+        worker = threading.Thread(target=decode, args=(prompt, count))
+        worker.start()
+        worker.join()
+    assert tokens == expected[:19]
 
 
 def test_a_generator_that_never_ran_changes_nothing() -> None:

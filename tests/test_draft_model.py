@@ -120,7 +120,7 @@ def test_a_hybrid_draft_is_rejected_where_it_was_flipped_only(k: int, every: int
 
 
 @pytest.mark.parametrize("name", FAMILIES[1:])
-@pytest.mark.parametrize(("k", "every"), [(1, 3), (2, 5), (3, 1), (5, 4)])
+@pytest.mark.parametrize(("k", "every"), [(1, 3), (3, 1), (5, 4)])
 def test_so_is_every_other_kind(name: str, k: int, every: int) -> None:
     drafter = self_drafter(name, every)
     tokens = generate(name, drafter, k, 32)
@@ -171,8 +171,10 @@ def test_a_prompt_in_chunks_is_the_same_prompt(name: str) -> None:
 # --- any draft, any target ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", FAMILIES)
-@pytest.mark.parametrize("target", ["qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [*(("qwen3_5", draft) for draft in FAMILIES), ("gpt_oss", "gpt_oss"), ("gpt_oss", "lfm2")],
+)
 def test_a_draft_of_another_family_changes_nothing(target: str, draft: str) -> None:
     drafter = Watched(zoo.build(draft, seed=77))
     assert generate(target, drafter, 3, 20) == zoo.reference(target, PROMPT, 20).tokens

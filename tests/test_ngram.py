@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_rewind
@@ -64,6 +64,7 @@ def test_a_loop_continues(k: int) -> None:
     assert NGram().propose([4, 4, 4, 4], k) == [4] * k
 
 
+@settings(deadline=None)
 @given(ROWS, SIZES, st.integers(1, 8))
 def test_a_proposal_equals_a_search_of_the_row(
     row: list[int], sizes: tuple[int, int], k: int
@@ -71,6 +72,7 @@ def test_a_proposal_equals_a_search_of_the_row(
     assert NGram(*sizes).propose(list(row), k) == searched(row, k, *sizes)
 
 
+@settings(deadline=None)
 @given(ROWS, SIZES, st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 5))
 def test_a_row_that_grows_is_searched_like_a_new_one(
     row: list[int], sizes: tuple[int, int], steps: list[int], k: int
@@ -96,6 +98,7 @@ def test_the_row_is_left_alone() -> None:
 # --- rows ---------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(ROWS, ROWS, st.integers(1, 5))
 def test_another_row_is_read_anew(first: list[int], second: list[int], k: int) -> None:
     drafter = NGram()

@@ -1,7 +1,7 @@
 """Prediction: follows expected text, and finds its place again after the row has left it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_rewind
@@ -50,7 +50,7 @@ def test_of_two_places_the_nearer_is_taken() -> None:
 
 
 def test_a_longer_agreement_is_better_than_a_nearer_one() -> None:
-    expected = [5, 6, 7, 2, 3, 40, 41, 42, 43, 1, 2, 3, 60]
+    expected = [5, 1, 2, 9, 2, 3, 40, 41, 42, 1, 2, 3, 60]
     assert proposals(Prediction(expected), [5, 50, 1, 2, 3])[-1][:1] == [60]
 
 
@@ -64,6 +64,7 @@ def test_a_short_prediction_ends(expected: list[int]) -> None:
     assert proposals(Prediction(expected), [7, 8]) == [expected, [], []]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20))
 def test_a_proposal_is_a_piece_of_the_prediction(expected: list[int], row: list[int]) -> None:
     """Also for text so repetitive that the place is often guessed wrong; never past the end."""
@@ -75,6 +76,7 @@ def test_a_proposal_is_a_piece_of_the_prediction(expected: list[int], row: list[
 # --- realigning ---------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_it_realigns_after_an_edit(data: st.DataObject) -> None:
     """One token inserted, deleted or replaced: right again `min_ngram` tokens after the edit."""
@@ -97,6 +99,7 @@ def test_it_realigns_after_an_edit(data: st.DataObject) -> None:
         assert proposed[position] == row[position : position + K]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_it_realigns_after_every_edit_of_a_script(data: st.DataObject) -> None:
     """Edits at least eight tokens apart, of one to three tokens each."""

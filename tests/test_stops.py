@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_rewind.stops import StopStrings
@@ -27,6 +27,7 @@ def streamed(stops: StopStrings, segments: list[str]) -> list[str]:
     return [*pieces, stops.flush()]
 
 
+@settings(deadline=None)
 @given(TEXT, STOPS, st.lists(st.integers(0, 14), max_size=8))
 def test_the_text_is_cut_at_the_first_stop_string(
     text: str, stop: list[str], cuts: list[int]
@@ -38,6 +39,7 @@ def test_the_text_is_cut_at_the_first_stop_string(
     assert stops.stopped == bool(found)
 
 
+@settings(deadline=None)
 @given(TEXT, STOPS, st.lists(st.integers(0, 14), max_size=8))
 @example("abca", ["abca", "c"], [3])
 @example("aab", ["aa", "ab"], [2])
@@ -51,6 +53,7 @@ def test_the_text_does_not_depend_on_its_segments(
     assert pieces.stopped == whole.stopped
 
 
+@settings(deadline=None)
 @given(TEXT, STOPS)
 def test_only_the_start_of_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     stops = StopStrings(stop)

@@ -1,0 +1,227 @@
+"""How many draft tokens are accepted on the held-out prompts, by kind of text and drafter.
+
+    python bench/acceptance.py                      the shipped models, all prompts
+    python bench/acceptance.py --per-kind 3 --json  three prompts of each kind, as JSON
+
+Greedy decoding up to an end token or `--max-tokens`. Acceptance does not depend on the machine and
+nothing here is timed. Every run is also compared with `mlx_lm.generate_step`: the figures of a run
+that differs would mean nothing, so a difference ends the program.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import mlx_rewind
+from mlx_rewind.draft.protocol import Drafter, Proposer, Session
+from mlx_rewind.load import held_out_prompts
+from mlx_rewind.target import vocab_size
+from mlx_rewind.types import SpecStats
+
+ALL = "all"
+
+
+class Verify(NamedTuple):
+    """One verify: draft tokens proposed, draft tokens emitted, tokens emitted."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+class Case(NamedTuple):
+    """A drafter and the most draft tokens it may propose per round."""
+
+    drafter: str
+    num_draft_tokens: int
+
+
+@dataclass
+class Recorder:
+    """Passes a proposer's guesses on, and notes how many there were at which length of the row."""
+
+    proposer: Proposer
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
+        guesses = self.proposer.propose(tokens, num_draft_tokens)
+        self.lengths[len(tokens)] = len(guesses)
+        return guesses
+
+    def close(self) -> None:
+        if isinstance(self.proposer, Session):
+            self.proposer.close()
+
+
+@dataclass
+class Bench:
+    """The models under measurement. `draft` is None when there is no draft model for the target."""
+
+    model: nn.Module
+    tokenizer: Any
+    draft: mlx_rewind.DraftModel | None
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        self.vocab_size = vocab_size(self.model)
+
+    def plain(self, prompt: list[int]) -> list[int]:
+        tokens = []
+        for token, _ in generate_step(mx.array(prompt), self.model, max_tokens=self.max_tokens):
+            tokens.append(token)
+            if token in self.tokenizer.eos_token_ids:
+                break
+        return tokens
+
+    def cases(self, reference: list[int] | None) -> Iterator[tuple[Case, Drafter]]:
+        """Every drafter with every draft length; a prediction only where there is a reference."""
+        for k in (2, 4, 8):
+            yield Case("ngram", k), mlx_rewind.NGram()
+        if self.draft is not None:
+            for k in (1, 2, 3, 4):
+                yield Case("model", k), self.draft
+        if reference:
+            for k in (4, 8):
+                yield Case("prediction", k), mlx_rewind.Prediction(reference)
+
+    def rounds(
+        self, prompt: list[int], plain: list[int], case: Case, drafter: Drafter
+    ) -> list[Verify]:
+        """Decodes speculatively; returns the rounds. Exits if the tokens are not those of plain."""
+        tokens, from_draft = [], []
+        with (
+            closing(Recorder(drafter.start(self.vocab_size))) as recorder,
+            closing(
+                mlx_rewind.generate_step(
+                    prompt,
+                    self.model,
+                    drafter=recorder,
+                    num_draft_tokens=case.num_draft_tokens,
+                    max_tokens=self.max_tokens,
+                )
+            ) as steps,
+        ):
+            for token, _, drafted in steps:
+                tokens.append(token)
+                from_draft.append(drafted)
+                if token in self.tokenizer.eos_token_ids:
+                    break
+        if tokens != plain:
+            sys.exit(f"{case} differs from plain decoding: {tokens} instead of {plain}")
+        lengths = {length - len(prompt): drafted for length, drafted in recorder.lengths.items()}
+        return list(cut(from_draft, lengths))
+
+
+def cut(from_draft: list[bool], drafted: dict[int, int]) -> Iterator[Verify]:
+    """Cuts emitted tokens into rounds: accepted draft tokens, then one token of the target.
+
+    from_draft    for each emitted token, whether it was a draft token
+    drafted       index of a round's first token -> draft tokens proposed for it; 0 where absent
+    """
+    start = 0
+    while start < len(from_draft):
+        proposed = drafted.get(start, 0)
+        block = from_draft[start : start + proposed + 1]
+        accepted = block.index(False) if False in block else len(block)
+        emitted = min(accepted + 1, len(block))
+        yield Verify(proposed, accepted, emitted)
+        start += emitted
+
+
+def measure(bench: Bench, prompts: list[dict[str, Any]]) -> dict[tuple[str, Case], SpecStats]:
+    """Counters per kind and case, each kind on its own and all together."""
+    results: dict[tuple[str, Case], SpecStats] = {}
+    console = Console(stderr=True)
+    for entry in track(prompts, "prompts", console=console, disable=not console.is_terminal):
+        prompt = bench.tokenizer.encode(entry["prompt"], add_special_tokens=False)
+        text = entry.get("reference")
+        reference = text and bench.tokenizer.encode(text, add_special_tokens=False)
+        plain = bench.plain(prompt)
+        for case, drafter in bench.cases(reference):
+            for one in bench.rounds(prompt, plain, case, drafter):
+                for kind in (entry["kind"], ALL):
+                    results.setdefault((kind, case), SpecStats()).count(*one)
+    return results
+
+
+def record(kind: str, case: Case, stats: SpecStats) -> dict[str, Any]:
+    shares = zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
+    return {
+        "kind": kind,
+        "drafter": case.drafter,
+        "num_draft_tokens": case.num_draft_tokens,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "tokens": stats.emitted,
+        "steps": stats.steps,
+        "tokens_per_step": stats.mean_acceptance_length,
+        "acceptance_per_position": [accepted / drafted for accepted, drafted in shares],
+    }
+
+
+def table(records: list[dict[str, Any]]) -> Table:
+    result = Table(title="Acceptance on held-out prompts, greedy")
+    for column in ("kind", "drafter", "K", "accepted/drafted", "tokens/step", "per position"):
+        left = column in ("kind", "drafter", "per position")
+        result.add_column(column, justify="left" if left else "right")
+    previous = None
+    for row in records:
+        if previous not in (None, row["kind"]):
+            result.add_section()
+        previous = row["kind"]
+        share = f" {row['accepted'] / row['drafted']:.2f}" if row["drafted"] else ""
+        result.add_row(
+            row["kind"],
+            row["drafter"],
+            str(row["num_draft_tokens"]),
+            f"{row['accepted']}/{row['drafted']}{share}",
+            f"{row['tokens_per_step']:.2f}",
+            " ".join(f"{share:.2f}" for share in row["acceptance_per_position"]),
+        )
+    return result
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="target: local folder or hub name (the shipped model)")
+    parser.add_argument("--draft-model", help="draft model (the shipped one for the shipped model)")
+    parser.add_argument("--max-tokens", type=int, default=48, help="tokens per prompt (48)")
+    parser.add_argument("--per-kind", type=int, help="prompts of each kind (all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    model, tokenizer = mlx_rewind.load(args.model)
+    draft = None
+    if args.draft_model or not args.model:
+        draft = mlx_rewind.load_draft(args.draft_model, tokenizer)
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for entry in held_out_prompts(tokenizer):
+        by_kind.setdefault(entry["kind"], []).append(entry)
+    prompts = [entry for entries in by_kind.values() for entry in entries[: args.per_kind]]
+
+    results = measure(Bench(model, tokenizer, draft, args.max_tokens), prompts)
+    kinds = (*by_kind, ALL)
+    order = sorted(results, key=lambda key: kinds.index(key[0]))
+    records = [record(kind, case, results[kind, case]) for kind, case in order]
+    if args.json:
+        print(json.dumps(records))
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(table(records))
+
+
+if __name__ == "__main__":
+    main()
