@@ -94,6 +94,7 @@ def _print_json(responses: Iterator[GenerationResponse], args: argparse.Namespac
     fields = dataclasses.asdict(dataclasses.replace(response, logprobs=mx.zeros(0)))
     for name in ("text", "token", "from_draft", "logprobs"):
         del fields[name]
+    fields["acceptance_per_position"] = response.acceptance_per_position
     print(json.dumps({"text": "".join(pieces), "tokens": tokens, **fields}))
 
 

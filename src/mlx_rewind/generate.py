@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,8 @@ class GenerationResponse(PlainResponse):
     draft_rounds                verifies with at least one draft token
     draft_n, draft_n_accepted   draft tokens proposed, and emitted
     mean_acceptance_length      tokens per forward of the target
-    acceptance_per_position     share of rounds whose draft token at position i was emitted
+    draft_n_per_position, draft_n_accepted_per_position
+                                the same by position in the window
     exactness                   bitwise, token or near-tie (docs/exactness.md)
     """
 
@@ -45,8 +47,15 @@ class GenerationResponse(PlainResponse):
     draft_n: int = 0
     draft_n_accepted: int = 0
     mean_acceptance_length: float = 0.0
-    acceptance_per_position: list[float] = field(default_factory=list)
+    draft_n_per_position: list[int] = field(default_factory=list)
+    draft_n_accepted_per_position: list[int] = field(default_factory=list)
     exactness: str = "bitwise"
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of the draft tokens at position i that were emitted."""
+        pairs = zip(self.draft_n_accepted_per_position, self.draft_n_per_position, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs]
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,10 @@ class _Generation:
         options: _Options,
     ) -> None:
         ids: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-        tokens = [int(token) for token in ids]
+        try:
+            tokens = [operator.index(token) for token in ids]
+        except TypeError:
+            raise ValueError("the prompt must be one flat sequence of token ids") from None
         if not tokens:
             raise ValueError("the prompt is empty: at least one token is needed")
         if options.prefill_step_size < 1:
@@ -305,7 +317,6 @@ class _Clock:
         finish_reason: str | None = None,
     ) -> GenerationResponse:
         stats = self._generation.stats
-        positions = zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
         return GenerationResponse(
             text=text,
             token=token,
@@ -322,6 +333,7 @@ class _Clock:
             draft_n=stats.drafted,
             draft_n_accepted=stats.accepted,
             mean_acceptance_length=stats.mean_acceptance_length,
-            acceptance_per_position=[accepted / drafted for accepted, drafted in positions],
+            draft_n_per_position=list(stats.drafted_per_position),
+            draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import mlx_lm
 
+from .cache.attach import attach
 from .draft.model import DraftModel, check_tokenizers
+from .errors import UnsupportedModelError
 
 _MODELS = Path(__file__).parent / "models"
 
@@ -23,16 +26,22 @@ def load(path_or_hf_repo: str | Path | None = None, **options: Any) -> tuple[nn.
 
     options    those of `mlx_lm.load`: tokenizer_config, adapter_path, trust_remote_code, ...
 
+    The model is attached at once, so that recurrent caches count their tokens from the first.
+
     Raises FileNotFoundError for a path or name that leads nowhere, ValueError for a folder that
     holds no model.
     """
     name = str(SHIPPED if path_or_hf_repo is None else path_or_hf_repo)
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if name.startswith("~"):
+        name = str(Path(name).expanduser())
+    if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
         raise FileNotFoundError(f"no model at {name}: the folder does not exist")
     try:
         model, tokenizer, *_ = mlx_lm.load(name, **options)
     except (KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"{name} holds no model that mlx-lm can load: {error!r}") from error
+    with suppress(UnsupportedModelError):  # refused where it matters: at the first round
+        attach(model)
     return model, tokenizer
 
 

@@ -21,14 +21,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache
 
 from .accept import match
 from .batch import Batch, Row
 from .cache.round import Checkpoint, Round, check
-from .draft.protocol import checked
-from .errors import UnsupportedCacheError
-from .target import forward, vocab_size
+from .draft.protocol import propose
+from .target import check_quantizable, forward, vocab_size
 from .types import Draft, StepOutput
 
 
@@ -112,12 +111,9 @@ class Decoder:
     def __init__(
         self, batch: Batch, num_draft_tokens: int, quantize: tuple[int, int, int] | None = None
     ) -> None:
-        leaves = check(batch.model, batch.cache)
-        if quantize and any(type(entry) is RotatingKVCache for _, entry in leaves):
-            raise UnsupportedCacheError(
-                "kv_bits needs caches that can be quantised; a RotatingKVCache (sliding window) "
-                "cannot be. Leave kv_bits out for this model."
-            )
+        check(batch.model, batch.cache)
+        if quantize:
+            check_quantizable(batch.model, batch.cache, *quantize[1:])
         if num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
         self._batch = batch
@@ -178,10 +174,12 @@ class Decoder:
         if flight is None:
             return
         with mx.stream(generation_stream):
-            flight.round.commit(emitted)
-            self._flight = None
             if self._ahead:
                 self._ahead.round.rewind(1)
+                flight.round.release()
+            else:
+                flight.round.commit(emitted)
+            self._flight = None
             self._quantize()
         (row,) = self._batch.rows
         row.stats.count(flight.draft.num_tokens, flight.accepted, emitted)
@@ -189,11 +187,15 @@ class Decoder:
             mx.clear_cache()
 
     def close(self, emitted: int) -> None:
-        """Ends the decoding after `emitted` tokens of the current block."""
+        """Ends the decoding after `emitted` tokens of the current block.
+
+        The caches are computed before it returns, so another thread may go on with them.
+        """
         if self._ahead:
             self._ahead.round.abort()
             self._ahead = None
         self.commit(emitted)
+        mx.eval([entry.state for entry in self._batch.cache])
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -202,8 +204,7 @@ class Decoder:
         limit = min(self._num_draft_tokens, row.remaining - 1, self._until_quantized())
         if row.proposer is None or limit < 1:
             return Draft.empty()
-        proposal = checked(row.proposer.propose(row.tokens, limit), limit, self._vocab_size)
-        return Draft(proposal[None])
+        return Draft(propose(row.proposer, row.tokens, limit, self._vocab_size)[None])
 
     def _launch(self, pending: mx.array, draft: Draft) -> Flight:
         """Verifies `draft` [B, K] after `pending` [B, 1]; nothing is read back."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.ssm import ssm_update
 
 from .cache.attach import walk
+from .errors import UnsupportedCacheError
 from .types import TargetOutput
 
 #: The levels of exactness, strictest first; see docs/exactness.md.
@@ -30,18 +32,54 @@ def vocab_size(model: nn.Module) -> int:
     return int(logits.shape[-1])
 
 
+def check_quantizable(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> None:
+    """Refuses what would fail only when the cache is due to be quantised, tokens later.
+
+    Raises `UnsupportedCacheError` for a sliding window, ValueError for sizes that MLX lacks or that
+    do not divide the model's heads.
+    """
+    if any(type(entry) is RotatingKVCache for entry in cache):
+        raise UnsupportedCacheError(
+            "kv_bits needs caches that can be quantised; a RotatingKVCache (sliding window) "
+            "cannot be. Leave kv_bits out for this model."
+        )
+    if bits not in (2, 4, 8) or group_size not in (32, 64, 128):
+        raise ValueError(
+            f"kv_bits must be 2, 4 or 8 and kv_group_size 32, 64 or 128, "
+            f"got {bits} and {group_size}"
+        )
+    probe = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=probe)
+    for entry in probe:
+        if type(entry) is KVCache:
+            heads = {entry.keys.shape[-1], entry.values.shape[-1]}  # type: ignore[union-attr]
+            if any(size % group_size for size in heads):
+                raise ValueError(
+                    f"kv_group_size {group_size} does not divide the head size {max(heads)}"
+                )
+
+
 def exactness(model: nn.Module, cache: list[Any]) -> str:
     """The level at which speculative and plain decoding of `model` agree on this machine.
 
     bitwise    tokens, logprobs and caches are equal to the bit
     token      tokens are equal, values agree to 1e-5: a layer whose window formula is not its
                step formula, or a window cache that is read in another order
-    near-tie   kernels sum windows in another order; a token may differ only at a near-tie
+    near-tie   windows round differently, by the precision of the kernels or of the weights: a
+               token may differ where the two best logits are within that rounding
     """
     if not row_invariant():
         return NEAR_TIE
+    if _has_window_formula(model):
+        return TOKEN if _is_float32(model) else NEAR_TIE
     windowed = any(type(entry) in (RotatingKVCache, ChunkedKVCache) for _, entry in walk(cache))
-    return TOKEN if windowed or _has_window_formula(model) else BITWISE
+    return TOKEN if windowed else BITWISE
+
+
+def _is_float32(model: nn.Module) -> bool:
+    weights: Any = tree_flatten(model.parameters())
+    floats = {x.dtype for _, x in weights if mx.issubdtype(x.dtype, mx.floating)}
+    return floats == {mx.float32}
 
 
 def _has_window_formula(model: nn.Module) -> bool:

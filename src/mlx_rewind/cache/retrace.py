@@ -23,8 +23,6 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
-from ..errors import UnsupportedCacheError
-
 Slots = list[Any]
 Stock = Callable[..., Any]
 
@@ -171,11 +169,6 @@ class RetraceUndo:
     mechanism: ClassVar[str] = "retrace"
 
     def __init__(self, cache: Any, calls_per_forward: int) -> None:
-        if cache.left_padding is not None or cache.lengths is not None:
-            raise UnsupportedCacheError(
-                "an ArraysCache with left_padding or lengths belongs to a batch; "
-                "extract its rows and open one Round per row"
-            )
         self._cache = cache
         self._tape = Tape(cache, calls_per_forward)
         self._before = (list(cache.cache), position(cache))

@@ -12,7 +12,7 @@ Leaving the block without a commit takes everything back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -90,23 +90,33 @@ class Round:
             fed = [undo.seal() for undo in self._undos]
             self._fed = self._at = max(fed, default=0)
             self._uneven = min(fed, default=0) != self._fed
+            self._marks = self._where()
         return self._fed
 
     def rewind(self, kept: int) -> None:
         """Moves the caches to the state after the first `kept` tokens; the round stays open."""
         self.seal()
         kept = self._check_kept(kept)
+        if not _same(self._where(), self._marks):
+            raise RuntimeError(
+                "the prompt cache was fed or changed after this Round was sealed; "
+                "open a new Round for the next window"
+            )
         if kept != self._at:
             self._move(kept)
 
-    def commit(self, kept: int | Sequence[int]) -> None:
+    def commit(self, kept: int | Iterable[int]) -> None:
         """Keeps the first `kept` tokens and closes the round.
 
-        kept    an int, or a sequence with one int per row
+        kept    an int, or one int per row
 
         Raises ValueError, with nothing changed, for a count outside 0..tokens fed.
         """
         self.rewind(self._one_row(kept))
+        self._close()
+
+    def release(self) -> None:
+        """Closes a sealed round as it stands, with later forwards already on top of it."""
         self._close()
 
     def abort(self) -> None:
@@ -124,12 +134,20 @@ class Round:
             for undo in self._undos:
                 undo.rewind(kept)
             self._at = kept
+            self._marks = self._where()
             moved = True
         finally:
             if not moved:
                 for undo in self._undos:
                     undo.rewind(0)
                 self._at = 0
+
+    def _where(self) -> list[Any]:
+        """Slots and offsets, which tell whether a cache was touched since."""
+        marks: list[Any] = []
+        for _, entry in self._leaves:
+            marks += entry.cache if type(entry) is ArraysCache else [entry.offset]
+        return marks
 
     def _close(self) -> None:
         self._open = False
@@ -150,12 +168,13 @@ class Round:
             raise RuntimeError("the caches were fed different numbers of tokens in this Round")
         return kept
 
-    def _one_row(self, kept: int | Sequence[int]) -> int:
-        if not isinstance(kept, Sequence):
+    def _one_row(self, kept: int | Iterable[int]) -> int:
+        if not isinstance(kept, Iterable):
             return kept
-        if len(kept) != 1:
-            raise ValueError(f"this prompt cache has one row, got {len(kept)} kept counts")
-        return kept[0]
+        rows = list(kept)
+        if len(rows) != 1:
+            raise ValueError(f"this prompt cache has one row, got {len(rows)} kept counts")
+        return rows[0]
 
 
 class Checkpoint:
@@ -201,6 +220,13 @@ def check(model: nn.Module, cache: list[Any]) -> list[tuple[str, Any]]:
                 f"cache {label} is a {type(entry).__name__}, which cannot be rolled back "
                 f"(supported: {known})"
             )
+        if type(entry) is ArraysCache and (
+            entry.left_padding is not None or entry.lengths is not None
+        ):
+            raise UnsupportedCacheError(
+                f"cache {label} (ArraysCache) has left_padding or lengths: it belongs to a batch; "
+                "extract its rows and open one Round per row"
+            )
     if _recurrent(leaves):
         expected = set(attach(model).calls)
         got = {label for label, entry in leaves if type(entry) is ArraysCache}
@@ -225,6 +251,11 @@ def check_positions(leaves: list[tuple[str, Any]]) -> None:
         raise UnsupportedCacheError(
             f"{first} holds {a} tokens but {second} holds {b}: these are not halves of one state"
         )
+
+
+def _same(ours: list[Any], theirs: list[Any]) -> bool:
+    """Equal offsets and identical arrays."""
+    return all(x == y if isinstance(x, int) else x is y for x, y in zip(ours, theirs, strict=True))
 
 
 def _recurrent(leaves: list[tuple[str, Any]]) -> bool:

@@ -5,9 +5,10 @@ A proposer needs no feedback: the row's committed tokens tell it what became of 
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
 
 import mlx.core as mx
 
@@ -69,21 +70,32 @@ def start(drafter: Drafter | Proposer, vocab_size: int) -> Proposer:
     return drafter
 
 
-def checked(proposal: Sequence[int] | mx.array, limit: int, vocab_size: int) -> mx.array:
-    """Returns a proposal as [n] uint32. Arrays come from model drafters and are trusted.
+def propose(proposer: Proposer, tokens: list[int], limit: int, vocab_size: int) -> mx.array:
+    """Asks for at most `limit` draft tokens, [n] uint32. A session's stay on the device, unread."""
+    proposal = proposer.propose(tokens, limit)
+    if isinstance(proposer, Session) and isinstance(proposal, mx.array):
+        return proposal.astype(mx.uint32)
+    return mx.array(checked(proposal, limit, vocab_size), mx.uint32)
+
+
+def checked(proposal: Iterable[int] | mx.array | None, limit: int, vocab_size: int) -> list[int]:
+    """Returns the ids of a proposal.
 
     Raises `DraftMismatchError` for too many tokens or one that the target does not have.
     """
-    if isinstance(proposal, mx.array):
-        return proposal.astype(mx.uint32)
-    tokens = list(proposal)
-    if len(tokens) > limit:
+    if proposal is None:
         raise DraftMismatchError(
-            f"the drafter proposed {len(tokens)} tokens, at most {limit} were asked for"
+            "the drafter's propose returned None; an empty list means no draft"
         )
-    for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+    given: Any = proposal.tolist() if isinstance(proposal, mx.array) else proposal
+    ids = list(given)
+    if len(ids) > limit:
+        raise DraftMismatchError(
+            f"the drafter proposed {len(ids)} tokens, at most {limit} were asked for"
+        )
+    for token in ids:
+        if not isinstance(token, SupportsIndex) or not 0 <= operator.index(token) < vocab_size:
             raise DraftMismatchError(
                 f"the drafter proposed token {token!r}; the target's ids are 0..{vocab_size - 1}"
             )
-    return mx.array(tokens, mx.uint32)
+    return [operator.index(token) for token in ids]
