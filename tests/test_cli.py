@@ -115,7 +115,7 @@ def prediction(tmp_path: Path) -> Path:
     return path
 
 
-# --- drafters -----------------------------------------------------------------------------------
+# --- drafters --------------------------------------------------------------------------------
 
 
 def steps_of(result: Any) -> int:
@@ -206,7 +206,7 @@ def test_another_prediction_file_is_another_drafter(
     assert some["draft_n"] > none["draft_n"] == 0
 
 
-# --- every option -------------------------------------------------------------------------------
+# --- every option ----------------------------------------------------------------------------
 
 SAMPLING = ("--temp", 1.5, "--seed", 1)
 QUANTISED = ("--kv-bits", 4, "--quantized-kv-start", 0)
@@ -358,7 +358,7 @@ def test_a_terminal_shows_progress_and_the_same_text(
     assert "prompt" in result.err
 
 
-# --- what is wrong ------------------------------------------------------------------------------
+# --- what is wrong ---------------------------------------------------------------------------
 
 # A command line after `generate -m 4`, and a part of the message. {names} are folders and files.
 WRONG: dict[str, tuple[str, str]] = {
@@ -428,7 +428,7 @@ def test_wrong_commands(run: Run, line: tuple[str, ...]) -> None:
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
 
 
-# --- inspect ------------------------------------------------------------------------------------
+# --- inspect ---------------------------------------------------------------------------------
 
 
 def test_inspect_lists_every_cache(run: Run, llama: Path) -> None:
@@ -450,7 +450,7 @@ def test_inspect_prints_a_table(run: Run, llama: Path) -> None:
     assert "KVCache" in run("inspect", "--model", llama).out
 
 
-# --- the installed command ----------------------------------------------------------------------
+# --- the installed command -------------------------------------------------------------------
 
 
 def test_the_installed_command_runs() -> None:

@@ -19,7 +19,7 @@ PROMPT = zoo.PROMPTS[1]
 MIXED: list[int | None] = [2, 0, None, 4, 1]
 
 
-class Trouble(Exception):
+class PlannedError(Exception):
     pass
 
 
@@ -31,7 +31,7 @@ def holds(model: Any, cache: list[Any], tokens: list[int], name: str) -> None:
     zoo.assert_state_equal(cache, zoo.feed(model, tokens), zoo.tolerance(name))
 
 
-# --- closing ----------------------------------------------------------------------------------------
+# --- closing ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,10 +85,10 @@ def test_a_generator_that_never_ran_changes_nothing() -> None:
     assert all(entry.empty() for entry in cache)
 
 
-# --- failures ---------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------
 
 
-def failing(calls: int, inner: Any, error: type[BaseException] = Trouble) -> Any:
+def failing(calls: int, inner: Any, error: type[BaseException] = PlannedError) -> Any:
     """`inner`, which raises at its call number `calls`."""
     count = iter(range(calls))
 
@@ -111,7 +111,7 @@ def argmax(logprobs: mx.array) -> mx.array:
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "falcon_h1", "llama4"])
 @pytest.mark.parametrize("calls", [0, 1, 3, 6])
-@pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [PlannedError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["drafter", "sampler", "processor", "plain sampler"])
 def test_an_exception_leaves_the_text_so_far(
     name: str, calls: int, error: type[BaseException], where: str
@@ -156,13 +156,13 @@ def test_a_model_that_fails_leaves_the_text_so_far(name: str, plan: str, forward
 
     broken = type("Broken", (kind,), {"__call__": guarded})
     last.__class__ = broken
-    with pytest.raises(Trouble):
+    with pytest.raises(PlannedError):
         for token, *_ in generate_step(
             PROMPT, model, drafter=drafter, max_tokens=30, prompt_cache=cache
         ):
             tokens.append(token)
     last.__class__ = kind
-    text = [8, 9] if forwards == 0 else ([8, 9, *PROMPT] + tokens)[:-1]
+    text = [8, 9] if forwards == 0 else ([8, 9, *PROMPT, *tokens])[:-1]
     holds(model, cache, text, name)
 
 
@@ -171,7 +171,7 @@ def test_a_model_that_fails_leaves_the_text_so_far(name: str, plan: str, forward
 def test_a_failing_callback_leaves_what_the_cache_held(name: str, calls: int) -> None:
     model = zoo.build(name)
     cache = zoo.feed(model, zoo.PROMPTS[2])
-    with pytest.raises(Trouble):
+    with pytest.raises(PlannedError):
         next(
             generate_step(
                 list(range(20)),
@@ -188,12 +188,12 @@ def test_a_failing_first_read_leaves_the_prompt() -> None:
     model = zoo.build("qwen3_5")
     cache = make_prompt_cache(model)
     callback = failing(2, lambda done, total: None)
-    with pytest.raises(Trouble):
+    with pytest.raises(PlannedError):
         next(generate_step(PROMPT, model, prompt_cache=cache, prompt_progress_callback=callback))
     holds(model, cache, PROMPT[:-1], "qwen3_5")
 
 
-# --- end of text, stop strings, usage: on the shipped model -------------------------------------------
+# --- end of text, stop strings, usage: on the shipped model ----------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_usage_counts_what_was_emitted(
 def test_the_next_turn_after_a_stop_inside_a_block(
     shipped: tuple[Any, Any], continuation: list[int], eos: Any
 ) -> None:
-    """Stop at position 1 of an accepted block, add five tokens, decode ten: as from a cold start."""
+    """Stop at position 1 of an accepted block, add five tokens, decode ten: as from cold."""
     model, tokenizer = shipped
     prompt = tokenizer.encode(TEXT)
     eos(continuation[1])

@@ -1,6 +1,7 @@
-"""Generated tokens, logprobs and caches equal stock `mlx_lm.generate_step`, whatever the drafter."""
+"""Tokens, logprobs and caches equal stock `mlx_lm.generate_step`, whatever the drafter."""
 
 import copy
+import itertools
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +34,7 @@ def assert_same(name: str, out: list[Any], expected: zoo.Reference) -> None:
         assert (zoo.difference(logprobs, reference, zoo.tolerance(name))) is None
 
 
-# --- tokens, logprobs, caches -----------------------------------------------------------------------
+# --- tokens, logprobs, caches ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -72,7 +73,7 @@ def test_every_accept_length(name: str, num_draft_tokens: int) -> None:
         assert_same(name, out, expected)
         full = [call for call in drafter.calls if len(call.proposed) == num_draft_tokens]
         starts = [call.position for call in full]
-        assert all(b - a == right + 1 for a, b in zip(starts, starts[1:], strict=False))
+        assert all(b - a == right + 1 for a, b in itertools.pairwise(starts))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -111,7 +112,7 @@ def test_logprobs_are_those_of_a_teacher_forced_pass(name: str) -> None:
     assert {from_draft for *_, from_draft in out} == {True, False}
 
 
-# --- history, prefill, budget -----------------------------------------------------------------------
+# --- history, prefill, budget ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -183,7 +184,7 @@ def test_bad_options_are_refused_at_the_call() -> None:
         generate_step([], model)
 
 
-# --- samplers and processors ------------------------------------------------------------------------
+# --- samplers and processors -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "llama", "kimi_linear", "gpt_oss"])
@@ -253,7 +254,7 @@ def test_penalties_are_those_of_plain_decoding(name: str) -> None:
         assert_same(name, list(generate_step(prompt, model, drafter=drafter, **options)), expected)
 
 
-# --- quantised caches -------------------------------------------------------------------------------
+# --- quantised caches ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -287,7 +288,7 @@ def test_a_ring_that_cannot_be_quantised_is_refused_before_the_first_token() -> 
         generate_step([1, 2], zoo.build("gpt_oss"), kv_bits=4)
 
 
-# --- draft models -----------------------------------------------------------------------------------
+# --- draft models ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["qwen3_5", "gpt_oss", "mamba2", "falcon_h1"])

@@ -30,7 +30,7 @@ def searched(tokens: list[int], k: int, low: int = 2, high: int = 5) -> list[int
     return []
 
 
-# --- what it proposes ---------------------------------------------------------------------------
+# --- what it proposes ------------------------------------------------------------------------
 
 
 def test_the_longest_suffix_wins() -> None:
@@ -95,7 +95,7 @@ def test_the_row_is_left_alone() -> None:
     assert row == [1, 2, 3, 1, 2]
 
 
-# --- rows ---------------------------------------------------------------------------------------
+# --- rows ------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -131,7 +131,7 @@ def test_bad_sizes_are_refused(sizes: tuple[int, int]) -> None:
         NGram(*sizes)
 
 
-# --- cost ---------------------------------------------------------------------------------------
+# --- cost ------------------------------------------------------------------------------------
 
 
 class Counted(list[int]):
@@ -192,7 +192,7 @@ def test_the_index_costs_the_same_at_any_length() -> None:
     assert short.find([3, 4]) == long.find([3, 4]) == 5
 
 
-# --- in the loop --------------------------------------------------------------------------------
+# --- in the loop -----------------------------------------------------------------------------
 
 
 def test_the_text_is_the_targets_own() -> None:

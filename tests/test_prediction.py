@@ -18,7 +18,7 @@ def proposals(drafter: Prediction, row: list[int], k: int = K) -> list[list[int]
     return [list(proposer.propose([*PROMPT, *row[:length]], k)) for length in range(len(row) + 1)]
 
 
-# --- following ----------------------------------------------------------------------------------
+# --- following -------------------------------------------------------------------------------
 
 
 def test_it_follows_while_the_row_agrees() -> None:
@@ -73,7 +73,7 @@ def test_a_proposal_is_a_piece_of_the_prediction(expected: list[int], row: list[
         assert proposal in [*pieces, []]
 
 
-# --- realigning ---------------------------------------------------------------------------------
+# --- realigning ------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -119,7 +119,7 @@ def test_it_realigns_after_every_edit_of_a_script(data: st.DataObject) -> None:
             assert proposed[position] == row[position : position + 1]
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [zoo.VOCAB, 5000, -1])
@@ -136,7 +136,7 @@ def test_bad_sizes_are_refused(sizes: tuple[int, int]) -> None:
         Prediction([1, 2], *sizes)
 
 
-# --- in the loop --------------------------------------------------------------------------------
+# --- in the loop -----------------------------------------------------------------------------
 
 
 def edited(tokens: list[int], edit: str) -> list[int]:

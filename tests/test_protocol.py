@@ -55,7 +55,7 @@ def raising() -> Any:
     raise LookupError("the drafter's own trouble")
 
 
-# --- what a drafter is asked --------------------------------------------------------------------
+# --- what a drafter is asked -----------------------------------------------------------------
 
 
 def test_it_sees_the_row_and_is_never_asked_for_more_than_can_be_used() -> None:
@@ -110,7 +110,7 @@ def test_kinds() -> None:
     assert [kind_of(drafter) for drafter in drafters] == ["none", "ngram", "prediction", "custom"]
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused -------------------------------------------------------------------------
 
 
 BAD = {
@@ -118,10 +118,10 @@ BAD = {
     "one past the last id": ([3, zoo.VOCAB], r"token 97.*ids are 0\.\.96"),
     "far past the last id": ([2**40], r"token 1099511627776.*ids are 0\.\.96"),
     "negative": ([-1], r"token -1.*ids are 0\.\.96"),
-    "a float": ([1.0], r"token 1\.0"),
-    "text": (["a"], r"token 'a'"),
-    "a string": ("ab", r"token 'a'"),
-    "None inside": ([1, None], r"token None"),
+    "a float": ([1.0], r"1\.0"),
+    "text": (["a"], r"'a'"),
+    "a string": ("ab", r"'a"),
+    "None inside": ([1, None], r"None"),
     "None": (None, r"None"),
     "a number": (7, r"7|int"),
 }
@@ -164,7 +164,7 @@ def test_a_mismatch_is_a_value_error() -> None:
     assert issubclass(DraftMismatchError, ValueError)
 
 
-# --- what is left behind ------------------------------------------------------------------------
+# --- what is left behind ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])

@@ -165,7 +165,7 @@ def test_a_forward_that_fails_half_way_is_taken_back(name: str) -> None:
     zoo.assert_state_equal(cache, before)
 
 
-# --- counts and life ------------------------------------------------------------------------------
+# --- counts and life -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
@@ -235,7 +235,7 @@ def test_a_sealed_round_waits_under_a_second_one(name: str) -> None:
         zoo.assert_state_equal(cache, zoo.feed(model, prompt_of(11) + KEPT[:first_kept]))
 
 
-# --- refusals ---------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------
 
 
 def test_an_unknown_cache_class_is_refused_by_name() -> None:
@@ -310,7 +310,7 @@ def test_halves_of_different_lengths_are_refused_with_both_numbers(name: str) ->
     assert "20" in str(refusal.value)
 
 
-# --- attaching --------------------------------------------------------------------------------------
+# --- attaching -------------------------------------------------------------------------------
 
 
 RECURRENT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "mamba2", "lfm2", "falcon_h1", "kimi_linear"]

@@ -57,7 +57,7 @@ def tolerance(name: str) -> float:
     return 0.0 if name in BITWISE else 1e-5
 
 
-# --- models -------------------------------------------------------------------------------------
+# --- models ----------------------------------------------------------------------------------
 
 
 def build(
@@ -101,7 +101,7 @@ def _build(name: str, seed: int, dtype: mx.Dtype, overrides: str) -> nn.Module:
 _shared = functools.cache(_build)
 
 
-# --- plain decoding -----------------------------------------------------------------------------
+# --- plain decoding --------------------------------------------------------------------------
 
 
 class Reference(NamedTuple):
@@ -135,7 +135,7 @@ def feed(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     return cache
 
 
-# --- cache state --------------------------------------------------------------------------------
+# --- cache state -----------------------------------------------------------------------------
 
 
 def state(cache: Sequence[Any]) -> list[tuple[str, mx.array]]:
@@ -220,7 +220,7 @@ def difference(x: mx.array, y: mx.array, tol: float) -> str | None:
     return f"max abs difference {distance:.3g}"
 
 
-# --- a drafter on demand ------------------------------------------------------------------------
+# --- a drafter on demand ---------------------------------------------------------------------
 
 
 class Call(NamedTuple):

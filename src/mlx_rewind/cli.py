@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,17 +54,19 @@ def _generate(args: argparse.Namespace) -> None:
         trust_remote_code=args.trust_remote_code,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
     )
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
-    if args.seed is not None:
-        mx.random.seed(args.seed)
+    _add_end_tokens(tokenizer, args.extra_eos_token)
     prompt = _apply_template(tokenizer, prompt_text, args)
+    drafter = _drafter(kind, args, tokenizer)
+    if args.top_k >= len(tokenizer.get_vocab()):
+        raise ValueError(f"top_k must be below the vocabulary size, got {args.top_k}")
+    if args.seed is not None:
+        mx.random.seed(args.seed)  # after loading, which draws random weights first
     with _prefill_bar() as progress:
         responses = stream_generate(
             model,
             tokenizer,
             prompt,
-            drafter=_drafter(kind, args, tokenizer),
+            drafter=drafter,
             num_draft_tokens=args.num_draft_tokens,
             max_tokens=args.max_tokens,
             stop=args.stop,
@@ -115,6 +118,13 @@ def closing_line(response: GenerationResponse) -> str:
             f"acceptance per position {shares or '-'}",
         ]
     return " | ".join([*parts, response.exactness, str(response.finish_reason)])
+
+
+def _add_end_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    for token in tokens:
+        if not token.isdigit() and token not in tokenizer.get_vocab():
+            raise ValueError(f"--extra-eos-token {token}: the tokenizer has no such token")
+        tokenizer.add_eos_token(token)
 
 
 def _apply_template(tokenizer: Any, text: str, args: argparse.Namespace) -> str | list[int]:
@@ -205,6 +215,22 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+def _number(name: str, kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """An option type: a number within bounds, so that a bad one is refused before any work."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            limits = f"{low} or more" if high == math.inf else f"within {low}..{high}"
+            raise argparse.ArgumentTypeError(f"{name} must be {limits}, got {text}")
+        return value
+
+    return convert
+
+
 def _true_or_false(text: str) -> bool:
     if text.lower() not in ("true", "t", "false", "f"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
@@ -242,11 +268,11 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", "-m", type=int, default=256, help="tokens to generate, -1 for no limit")
     add("--stop", action="append", default=[], help="a string that ends the text; repeatable")
     add("--extra-eos-token", nargs="+", default=[], help="more tokens that end the text")
-    add("--temp", type=float, default=0.0, help="sampling temperature, 0 is greedy")
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0)
-    add("--min-p", type=float, default=0.0)
-    add("--seed", type=int, help="seed of mlx's random state")
+    add("--temp", type=_number("temp", float, 0), default=0.0, help="temperature, 0 is greedy")
+    add("--top-p", type=_number("top_p", float, 0, 1), default=1.0)
+    add("--top-k", type=_number("top_k", int, 0), default=0)
+    add("--min-p", type=_number("min_p", float, 0, 1), default=0.0)
+    add("--seed", type=_number("seed", int, 0, 2**64 - 1), help="seed of mlx's random state")
     add("--adapter-path", help="trained adapter weights")
     add("--max-kv-size", type=int, help="longest attention window to keep")
     add("--prefill-step-size", type=int, default=2048)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as PlainResponse
 from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -105,7 +105,7 @@ class _Generation:
         self._progress = options.prompt_progress_callback or (lambda processed, total: None)
         cache = options.prompt_cache
         if cache is None:
-            cache = make_prompt_cache(model, options.max_kv_size)
+            cache = _make_cache(model, options.max_kv_size)
         self.row = Row(
             tokens,
             max_tokens=options.max_tokens,
@@ -254,6 +254,16 @@ def generate(
             f"{response.mean_acceptance_length:.2f} tokens per round ({response.draft_kind})"
         )
     return "".join(pieces)
+
+
+def _make_cache(model: nn.Module, max_kv_size: int | None) -> list[Any]:
+    cache: list[Any] = make_prompt_cache(model, max_kv_size)
+    sizes = [entry.max_size for entry in cache if type(entry) is RotatingKVCache]
+    if max_kv_size is not None and max_kv_size not in sizes:
+        raise ValueError(
+            f"max_kv_size {max_kv_size} has no effect: the model makes its own caches; leave it out"
+        )
+    return cache
 
 
 def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array | Sequence[int]:

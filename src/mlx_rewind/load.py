@@ -38,8 +38,12 @@ def load(path_or_hf_repo: str | Path | None = None, **options: Any) -> tuple[nn.
         raise FileNotFoundError(f"no model at {name}: the folder does not exist")
     try:
         model, tokenizer, *_ = mlx_lm.load(name, **options)
-    except (KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{name} holds no model that mlx-lm can load: {error!r}") from error
+    except OSError as error:
+        raise FileNotFoundError(f"cannot load {name}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise ValueError(f"{name} holds no model that mlx-lm can load: {e!r}") from e
+    if len(tokenizer.get_vocab()) < 2:
+        raise ValueError(f"{name} has no tokenizer (tokenizer.json or the like is missing)")
     with suppress(UnsupportedModelError):  # refused where it matters: at the first round
         attach(model)
     return model, tokenizer

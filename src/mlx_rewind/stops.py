@@ -18,10 +18,11 @@ class StopStrings:
     def feed(self, segment: str) -> str:
         """Returns the text that may go out now. Sets `stopped` when a stop string is complete."""
         text = self._held + segment
-        cuts = [text.index(s) for s in self._stop if s in text]
-        if cuts:
+        # The first one to be complete ends the text, however it was cut into segments.
+        ends = [(text.index(s) + len(s), text.index(s)) for s in self._stop if s in text]
+        if ends:
             self.stopped, self._held = True, ""
-            return text[: min(cuts)]
+            return text[: min(ends)[1]]
         keep = max((self._partial(text, s) for s in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -30,6 +30,8 @@ class DraftModel(Drafter):
         self, model: nn.Module, tokenizer: Any = None, *, prefill_step_size: int = 2048
     ) -> None:
         check(model, make_prompt_cache(model))
+        if prefill_step_size < 1:
+            raise ValueError(f"prefill_step_size must be positive, got {prefill_step_size}")
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_step_size = prefill_step_size
@@ -110,8 +112,8 @@ class _Session(Session):
 def check_tokenizers(target: Any, draft: Any) -> None:
     """Compares two tokenizers by content: the same ids for the same tokens, the same special ids.
 
-    Raises `DraftMismatchError` naming the first id that differs. Vocabularies padded to different
-    sizes are no difference.
+    Raises `DraftMismatchError` naming the first id that differs. Embeddings padded to different
+    sizes are no difference, nor are end tokens that a caller added.
     """
     ours, theirs = ({i: token for token, i in t.get_vocab().items()} for t in (target, draft))
     for i in sorted(ours.keys() | theirs.keys()):
@@ -120,7 +122,7 @@ def check_tokenizers(target: Any, draft: Any) -> None:
                 f"the draft model has another tokenizer: id {i} is {ours.get(i)!r} for the target "
                 f"and {theirs.get(i)!r} for the draft. Use a draft model of the same family."
             )
-    special, other = (set(t.all_special_ids) | set(t.eos_token_ids) for t in (target, draft))
+    special, other = (set(t.all_special_ids) for t in (target, draft))
     if special != other:
         raise DraftMismatchError(
             f"the draft model has other special tokens: ids {sorted(special ^ other)} are special "

@@ -61,6 +61,8 @@ def start(drafter: Drafter | Proposer, vocab_size: int) -> Proposer:
 
     Raises `DraftMismatchError` for an object that cannot propose.
     """
+    if isinstance(drafter, type):
+        raise DraftMismatchError(f"drafter is the class {drafter.__name__}; give an instance")
     if isinstance(drafter, Drafter):
         return drafter.start(vocab_size)
     if not isinstance(drafter, Proposer):
@@ -83,10 +85,8 @@ def checked(proposal: Iterable[int] | mx.array | None, limit: int, vocab_size: i
 
     Raises `DraftMismatchError` for too many tokens or one that the target does not have.
     """
-    if proposal is None:
-        raise DraftMismatchError(
-            "the drafter's propose returned None; an empty list means no draft"
-        )
+    if not isinstance(proposal, Iterable):
+        raise DraftMismatchError(f"the drafter proposed {proposal!r}, not a list of token ids")
     given: Any = proposal.tolist() if isinstance(proposal, mx.array) else proposal
     ids = list(given)
     if len(ids) > limit:
