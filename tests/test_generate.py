@@ -31,7 +31,7 @@ def scripted(name: str, prompt: list[int], n: int, plan: list[int | None]) -> zo
 def assert_same(name: str, out: list[Any], expected: zoo.Reference) -> None:
     assert [token for token, *_ in out] == expected.tokens
     for (_, logprobs, *_), reference in zip(out, expected.logprobs, strict=True):
-        assert (zoo.difference(logprobs, reference, zoo.tolerance(name))) is None
+        assert zoo.difference(logprobs, reference, zoo.round_tolerance(name)) is None
 
 
 # --- tokens, logprobs, caches ----------------------------------------------------------------
@@ -88,16 +88,25 @@ def test_caches_hold_the_text_at_every_yield(name: str, plan: str) -> None:
         mx.eval(model(mx.array([[token]]), cache=expected))
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize("name", sorted(zoo.BITWISE - zoo.FLOAT32_ONLY - {"llama4"}))
+HALVES = [
+    (name, dtype)
+    for name in sorted(set(FAMILIES) - set(zoo.INEXACT_IN_ROUNDS) - zoo.FLOAT32_ONLY)
+    for dtype in (mx.bfloat16, mx.float16)
+    if dtype == mx.bfloat16 or name in zoo.BITWISE  # float16 overflows in `ssm_update`
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), HALVES, ids=str)
 def test_half_precision_is_bitwise_too(name: str, dtype: mx.Dtype) -> None:
     model, prompt = zoo.build(name, dtype=dtype), zoo.PROMPTS[1]
     expected = zoo.reference(model, prompt, 40)
-    drafter = zoo.Scripted(expected.tokens, PLANS["mixed"], prompt_length=len(prompt))
-    cache = make_prompt_cache(model)
-    steps = generate_step(prompt, model, drafter=drafter, max_tokens=40, prompt_cache=cache)
-    assert_same(name, list(steps), expected)
-    zoo.assert_state_equal(cache, zoo.feed(model, prompt + expected.tokens[:-1]))
+    caches = []
+    for drafter in (None, zoo.Scripted(expected.tokens, PLANS["mixed"], prompt_length=len(prompt))):
+        cache = make_prompt_cache(model)
+        steps = generate_step(prompt, model, drafter=drafter, max_tokens=40, prompt_cache=cache)
+        assert_same(name, list(steps), expected)
+        caches.append(cache)
+    zoo.assert_state_equal(*caches)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

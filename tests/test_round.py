@@ -53,11 +53,11 @@ def check_every_count(name: str, prompt: int, sizes: list[int], hint: bool = Fal
                 round_.commit(kept)
             results.append(cache)
         zoo.assert_state_equal(results[0], results[1])
-        zoo.assert_state_equal(results[0], expected, zoo.tolerance(name))
+        zoo.assert_state_equal(results[0], expected, zoo.round_tolerance(name))
         if kept == 0:
             zoo.assert_state_equal(results[0], start)
         difference = relative(next_logits(model, results[0]), next_logits(model, expected))
-        assert difference <= zoo.tolerance(name)
+        assert difference <= zoo.round_tolerance(name)
         if kept < total:
             fed(model, KEPT[kept : kept + 1], expected, [1])
 
@@ -92,7 +92,7 @@ def test_a_round_on_an_empty_cache(name: str) -> None:
     with Round(model, cache) as round_:
         fed(model, KEPT[:4], cache, [4])
         round_.commit(2)
-    zoo.assert_state_equal(cache, zoo.feed(model, KEPT[:2]), zoo.tolerance(name))
+    zoo.assert_state_equal(cache, zoo.feed(model, KEPT[:2]), zoo.round_tolerance(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -105,7 +105,7 @@ def test_rounds_follow_each_other(name: str) -> None:
             fed(model, text[committed : committed + kept] + TAILS[0][: 4 - kept], cache, [4])
             round_.commit(kept)
         committed += kept
-    zoo.assert_state_equal(cache, zoo.feed(model, text[:committed]), zoo.tolerance(name))
+    zoo.assert_state_equal(cache, zoo.feed(model, text[:committed]), zoo.round_tolerance(name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -181,7 +181,7 @@ def test_a_bad_count_changes_nothing(name: str, kept: Any) -> None:
         zoo.assert_state_equal(cache, after)
         round_.commit([2])
     expected = zoo.feed(model, prompt_of(9) + KEPT[:2])
-    zoo.assert_state_equal(cache, expected, zoo.tolerance(name))
+    zoo.assert_state_equal(cache, expected, zoo.round_tolerance(name))
 
 
 def test_a_closed_round_refuses() -> None:
@@ -210,7 +210,7 @@ def test_a_cache_records_for_one_round_at_a_time(name: str) -> None:
         fed(model, KEPT[2:3], cache, [1])
         round_.commit(0)
     expected = zoo.feed(model, prompt_of(9) + KEPT[:2])
-    zoo.assert_state_equal(cache, expected, zoo.tolerance(name))
+    zoo.assert_state_equal(cache, expected, zoo.round_tolerance(name))
     assert before[0].__dict__.keys() == cache[0].__dict__.keys()
 
 

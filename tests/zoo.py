@@ -24,13 +24,23 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from zoo_configs import CONFIGS, FLOAT32_ONLY, INEXACT, PROMPTS, SEEDS, SPREAD, VOCAB
+from zoo_configs import (
+    CONFIGS,
+    FLOAT32_ONLY,
+    INEXACT,
+    INEXACT_IN_ROUNDS,
+    PROMPTS,
+    SEEDS,
+    SPREAD,
+    VOCAB,
+)
 
 __all__ = [
     "BITWISE",
     "CONFIGS",
     "FLOAT32_ONLY",
     "INEXACT",
+    "INEXACT_IN_ROUNDS",
     "PROMPTS",
     "SEEDS",
     "VOCAB",
@@ -42,6 +52,7 @@ __all__ = [
     "difference",
     "feed",
     "reference",
+    "round_tolerance",
     "state",
     "tolerance",
 ]
@@ -55,6 +66,11 @@ def tolerance(name: str) -> float:
     A fraction of the largest number of the array, as for `assert_state_equal`; 0 is to the bit.
     """
     return 0.0 if name in BITWISE else 1e-5
+
+
+def round_tolerance(name: str) -> float:
+    """The same for windows inside a Round, which takes some layers token by token."""
+    return 1e-5 if name in INEXACT_IN_ROUNDS else 0.0
 
 
 # --- models ----------------------------------------------------------------------------------

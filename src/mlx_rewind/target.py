@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache as memoize
 from typing import Any
 
@@ -11,7 +10,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
-from mlx_lm.models.ssm import ssm_update
 
 from .cache.attach import walk
 from .errors import UnsupportedCacheError
@@ -85,12 +83,10 @@ def _is_float32(model: nn.Module) -> bool:
 def _has_window_formula(model: nn.Module) -> bool:
     """Whether a layer computes a window otherwise than single steps.
 
-    These are, in mlx-lm: `ssm_update` (a window as one matrix product), and latent attention, which
-    projects the query of a single step but the keys and values of a window (`MultiLinear`).
+    That is latent attention (`MultiLinear`): it projects the query of a single step, but the keys
+    and values of a window. Recurrent layers of that kind are recorded by steps (`cache.retrace`).
     """
-    files = {type(module).__module__ for module in model.modules()}
-    ssm = any(vars(sys.modules[name]).get("ssm_update") is ssm_update for name in files)
-    return ssm or any(isinstance(module, MultiLinear) for module in model.modules())
+    return any(isinstance(module, MultiLinear) for module in model.modules())
 
 
 @memoize

@@ -9,6 +9,7 @@ they were, and so are this model's parameter names, quantisation and saving.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.ssm import ssm_update
 
 from ..errors import UnsupportedModelError
 from .retrace import linear_call, recorded_call, window_of
@@ -91,6 +93,9 @@ def attach(model: nn.Module) -> Attachment:
         for calls in owners.values():
             writers.update((id(call.module), call.module) for call in calls)
             vars(calls[-1].module)["_rewind_counts"] = True
+        for writer in writers.values():
+            if _has_window_formula(writer):
+                vars(writer)["_rewind_steps"] = True
         linears = {
             id(child): child
             for writer in writers.values()
@@ -116,6 +121,11 @@ def detach(model: nn.Module) -> None:
             # A model and its wrapper, both attached, share their layers.
             shared = {id(module) for known in _attachments.values() for module in known.swapped}
             _restore(module for module in attachment.swapped if id(module) not in shared)
+
+
+def _has_window_formula(layer: nn.Module) -> bool:
+    """Whether the layer's file computes windows and single steps by different formulas."""
+    return vars(sys.modules[type(layer).__module__]).get("ssm_update") is ssm_update
 
 
 # -- probing: which layer writes which slots ------------------------------------------------------

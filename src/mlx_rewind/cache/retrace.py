@@ -6,6 +6,9 @@ first m inputs. The outputs of its Linear children were recorded and are handed 
 and only the slots are read afterwards, so what really runs is the convolution and the recurrence.
 No formula is written here and no model is named.
 
+Where a layer computes a window by another formula than single steps (`ssm_update` does), a recorded
+window is taken token by token, so that it has the bits of plain decoding.
+
 The recorder travels on the thread, and only inside a layer's call: two threads can share a model.
 """
 
@@ -57,7 +60,7 @@ def recorded_call(stock: Stock, layer: nn.Module, *args: Any, **kwargs: Any) -> 
 
 def linear_call(stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
     """Calls a Linear child of such a layer: recorded, or handed back in a replay."""
-    linears: _Linears | None = getattr(_local, "linears", None)
+    linears: _Linears | _Steps | None = getattr(_local, "linears", None)
     return stock(linear, x) if linears is None else linears(stock, linear, x)
 
 
@@ -85,6 +88,51 @@ class _Linears:
         return output
 
 
+class _Steps:
+    """One layer call over a window, taken token by token.
+
+    A Linear child that is given the layer's own input computes the whole window once. So does the
+    one whose output the layer returns. What lies between them sees single tokens.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[tuple[int, int], mx.array] = {}
+        self._inputs: dict[int, mx.array] = {}
+        self._last: list[tuple[Stock, nn.Module, mx.array, mx.array]] = []
+        self._step = 0
+
+    def at(self, step: int, args: Any, window: int) -> Any:
+        """Cuts the arguments to one token, and remembers what they were cut from."""
+        self._step, self._inputs = step, {}
+
+        def cut(value: Any) -> Any:
+            if not (isinstance(value, mx.array) and value.ndim >= 2 and value.shape[1] == window):
+                return value
+            token = value[:, step : step + 1]
+            self._inputs[id(token)] = value
+            return token
+
+        return tree_map(cut, args)
+
+    def __call__(self, stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
+        source = self._inputs.get(id(x))
+        if source is None:
+            output = stock(linear, x)
+            self._last[self._step :] = [(stock, linear, x, output)]
+            return output
+        key = (id(linear), id(source))
+        if key not in self._whole:
+            self._whole[key] = stock(linear, source)
+        return self._whole[key][:, self._step : self._step + 1]
+
+    def join(self, outputs: list[mx.array]) -> mx.array:
+        last = self._last if len(self._last) == len(outputs) else []
+        if last and all(out is given for out, (*_, given) in zip(outputs, last, strict=True)):
+            stock, linear, *_ = last[0]
+            return stock(linear, mx.concatenate([x for *_, x, _ in last], axis=1))
+        return mx.concatenate(outputs, axis=1)
+
+
 @dataclass
 class _Call:
     """One recorded call of a layer, and the slots before it."""
@@ -94,21 +142,42 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     before: Slots
-    window: int
-    linears: _Linears
+
+    def __post_init__(self) -> None:
+        self.window = window_of(self.args, self.kwargs)
+        self._by_steps = self.window > 1 and "_rewind_steps" in vars(self.layer)
+        self._steps, self._linears = _Steps(), _Linears(self.window)
+
+    def run(self) -> Any:
+        if self._by_steps:
+            return self._steps.join(self._step(self.window))
+        return self._stock(self._linears if self.window > 1 else None, self.args, self.kwargs)
 
     def replay(self, kept: int) -> None:
         """Runs the layer on its first `kept` inputs; what counts is what it does to the slots."""
+        if self._by_steps:
+            self._step(kept)
+            return
 
         def cut(value: Any) -> Any:
             windowed = isinstance(value, mx.array) and value.ndim >= 2
             return value[:, :kept] if windowed and value.shape[1] == self.window else value
 
         args, kwargs = tree_map(cut, [list(self.args), self.kwargs])
-        self.linears.replay(kept)
-        _local.linears = self.linears
+        self._linears.replay(kept)
+        self._stock(self._linears, args, kwargs)
+
+    def _step(self, count: int) -> list[mx.array]:
+        outputs = []
+        for step in range(count):
+            args, kwargs = self._steps.at(step, [list(self.args), self.kwargs], self.window)
+            outputs.append(self._stock(self._steps, args, kwargs))
+        return outputs
+
+    def _stock(self, linears: _Linears | _Steps | None, args: Any, kwargs: dict[str, Any]) -> Any:
+        _local.linears = linears
         try:
-            self.stock(self.layer, *args, **kwargs)
+            return self.stock(self.layer, *args, **kwargs)
         finally:
             _local.linears = None
 
@@ -133,15 +202,9 @@ class Tape:
         _tapes.pop(id(self.cache), None)
 
     def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        window = window_of(args, kwargs)
-        linears = _Linears(window)
-        before = list(self.cache.cache)
-        self.calls.append(_Call(stock, layer, args, kwargs, before, window, linears))
-        _local.linears = linears if window > 1 else None
-        try:
-            return stock(layer, *args, **kwargs)
-        finally:
-            _local.linears = None
+        call = _Call(stock, layer, args, kwargs, list(self.cache.cache))
+        self.calls.append(call)
+        return call.run()
 
     @property
     def fed(self) -> int:
