@@ -29,7 +29,7 @@ check: $(STAMP)  ## Lint, format, types, import layers, size budgets
 	$(BIN)/python tools/check_budgets.py
 
 test: $(STAMP)  ## The test suite (CPU, no download)
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 clean:  ## Remove the virtual environment, build products and tool caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
