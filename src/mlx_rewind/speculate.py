@@ -111,7 +111,7 @@ class Decoder:
     def __init__(
         self, batch: Batch, num_draft_tokens: int, quantize: tuple[int, int, int] | None = None
     ) -> None:
-        check(batch.model, batch.cache)
+        self._plan = check(batch.model, batch.cache)
         if quantize:
             check_quantizable(batch.model, batch.cache, *quantize[1:])
         if num_draft_tokens < 0:
@@ -211,7 +211,7 @@ class Decoder:
         batch = self._batch
         with mx.stream(generation_stream), ExitStack() as undo:
             steps = None if draft.num_tokens else 1
-            verify = Round(batch.model, batch.cache, single_steps=steps).open()
+            verify = Round(batch.model, batch.cache, single_steps=steps, plan=self._plan).open()
             undo.callback(verify.abort)
             window = mx.concatenate([pending, draft.tokens], axis=1)
             logits = forward(batch.model, window, batch.cache).logits
@@ -252,7 +252,10 @@ class Decoder:
 
     def _quantize(self) -> None:
         if self._quantize_at and not self._ahead:
+            before = list(self._batch.cache)
             maybe_quantize_kv_cache(self._batch.cache, *self._quantize_at)
+            if any(new is not old for new, old in zip(self._batch.cache, before, strict=True)):
+                self._plan = check(self._batch.model, self._batch.cache)
 
     def _until_quantized(self) -> int:
         """Draft tokens that fit before a cache is due to be quantised; negative: due now.

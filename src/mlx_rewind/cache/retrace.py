@@ -258,33 +258,26 @@ class RetraceUndo:
 # -- positions ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Position:
-    tokens: int
-    slots: tuple[Callable[[], mx.array | None], ...]
-
-
-_positions: weakref.WeakKeyDictionary[Any, _Position] = weakref.WeakKeyDictionary()
+#: Tokens in each recurrent cache, and the last slot that they were counted for.
+_positions: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[], mx.array | None]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def position(cache: Any) -> int | None:
     """Tokens in an `ArraysCache`, None if unknown: slots do not tell, attached layers count.
 
-    The count holds only for the very arrays it was noted for, so a restored or edited cache is
+    The count holds only for the very array it was noted for, so a restored or edited cache is
     unknown rather than wrong.
     """
-    if all(slot is None for slot in cache.cache):
+    last = cache.cache[-1]
+    if last is None:
         return 0
-    noted = _positions.get(cache)
-    if noted is None or len(noted.slots) != len(cache.cache):
-        return None
-    same = all(ref() is slot for ref, slot in zip(noted.slots, cache.cache, strict=True))
-    return noted.tokens if same else None
+    tokens, slot = _positions.get(cache, (None, None))
+    return tokens if slot is not None and slot() is last else None
 
 
 def note_position(cache: Any, tokens: int) -> None:
-    _positions[cache] = _Position(tokens, tuple(map(_reference, cache.cache)))
-
-
-def _reference(slot: mx.array | None) -> Callable[[], mx.array | None]:
-    return (lambda: None) if slot is None else weakref.ref(slot)
+    last = cache.cache[-1]
+    if last is not None:
+        _positions[cache] = tokens, weakref.ref(last)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -33,15 +34,20 @@ class Round:
     cache          its prompt cache: the list of stock objects, mutated in place by forwards
     single_steps   optional promise that at most this many tokens follow, one per forward: rings
                    then save the slots to be overwritten instead of copying themselves
+    plan           what `check` returned for this model and cache, to check many rounds once
 
     Raises `UnsupportedCacheError` or `UnsupportedModelError` before anything is fed or changed.
     """
 
     def __init__(
-        self, model: nn.Module, cache: list[Any], *, single_steps: int | None = None
+        self,
+        model: nn.Module,
+        cache: list[Any],
+        *,
+        single_steps: int | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self._leaves = check(model, cache)
-        self._calls = attach(model).calls if _recurrent(self._leaves) else {}
+        self._plan = plan or check(model, cache)
         self._single_steps = single_steps
         self._undos: list[Undo] = []
         self._fed: int | None = None
@@ -65,7 +71,7 @@ class Round:
         """Starts recording; what `with` does on entry."""
         opened = False
         try:
-            for label, entry in self._leaves:
+            for label, entry in self._plan.leaves:
                 self._undos.append(self._undo(label, entry))
             opened = True
         finally:
@@ -80,7 +86,7 @@ class Round:
 
     def _undo(self, label: str, entry: Any) -> Undo:
         if type(entry) is ArraysCache:
-            return RetraceUndo(entry, self._calls[label])
+            return RetraceUndo(entry, self._plan.calls[label])
         return UNDOS[type(entry)](entry, self._single_steps)
 
     def seal(self) -> int:
@@ -97,12 +103,8 @@ class Round:
         """Moves the caches to the state after the first `kept` tokens; the round stays open."""
         self.seal()
         kept = self._check_kept(kept)
-        if not _same(self._where(), self._marks):
-            raise RuntimeError(
-                "the prompt cache was fed or changed after this Round was sealed; "
-                "open a new Round for the next window"
-            )
         if kept != self._at:
+            self._require_untouched()
             self._move(kept)
 
     def commit(self, kept: int | Iterable[int]) -> None:
@@ -112,6 +114,8 @@ class Round:
 
         Raises ValueError, with nothing changed, for a count outside 0..tokens fed.
         """
+        self.seal()
+        self._require_untouched()
         self.rewind(self._one_row(kept))
         self._close()
 
@@ -145,7 +149,7 @@ class Round:
     def _where(self) -> list[Any]:
         """Slots and offsets, which tell whether a cache was touched since."""
         marks: list[Any] = []
-        for _, entry in self._leaves:
+        for _, entry in self._plan.leaves:
             marks += entry.cache if type(entry) is ArraysCache else [entry.offset]
         return marks
 
@@ -156,6 +160,13 @@ class Round:
     def _require_open(self) -> None:
         if not self._open:
             raise RuntimeError("this Round is closed: open a new one for the next window")
+
+    def _require_untouched(self) -> None:
+        if not _same(self._where(), self._marks):
+            raise RuntimeError(
+                "the prompt cache was fed or changed after this Round was sealed; "
+                "open a new Round for the next window"
+            )
 
     def _check_kept(self, kept: int) -> int:
         try:
@@ -206,8 +217,20 @@ def _attributes(entry: Any) -> dict[str, Any]:
     }
 
 
-def check(model: nn.Module, cache: list[Any]) -> list[tuple[str, Any]]:
-    """Returns the (label, cache) leaves of a prompt cache that a round can undo.
+@dataclass(frozen=True)
+class Plan:
+    """A prompt cache that rounds can undo.
+
+    leaves    (label, cache object), children of a `CacheList` in its place
+    calls     label of a recurrent cache -> layer calls that write it in one forward
+    """
+
+    leaves: list[tuple[str, Any]]
+    calls: dict[str, int]
+
+
+def check(model: nn.Module, cache: list[Any]) -> Plan:
+    """Plans the rounds over a prompt cache.
 
     Raises `UnsupportedCacheError` for a class without an undo, for a cache of another model, and
     for caches that hold different numbers of tokens; `UnsupportedModelError` as `attach` does.
@@ -227,8 +250,10 @@ def check(model: nn.Module, cache: list[Any]) -> list[tuple[str, Any]]:
                 f"cache {label} (ArraysCache) has left_padding or lengths: it belongs to a batch; "
                 "extract its rows and open one Round per row"
             )
-    if _recurrent(leaves):
-        expected = set(attach(model).calls)
+    calls: dict[str, int] = {}
+    if any(type(entry) is ArraysCache for _, entry in leaves):
+        calls = attach(model).calls
+        expected = set(calls)
         got = {label for label, entry in leaves if type(entry) is ArraysCache}
         if got != expected:
             raise UnsupportedCacheError(
@@ -236,7 +261,7 @@ def check(model: nn.Module, cache: list[Any]) -> list[tuple[str, Any]]:
                 f"{sorted(got)}, the model has them at {sorted(expected)}"
             )
     check_positions(leaves)
-    return leaves
+    return Plan(leaves, calls)
 
 
 def check_positions(leaves: list[tuple[str, Any]]) -> None:
@@ -256,7 +281,3 @@ def check_positions(leaves: list[tuple[str, Any]]) -> None:
 def _same(ours: list[Any], theirs: list[Any]) -> bool:
     """Equal offsets and identical arrays."""
     return all(x == y if isinstance(x, int) else x is y for x, y in zip(ours, theirs, strict=True))
-
-
-def _recurrent(leaves: list[tuple[str, Any]]) -> bool:
-    return any(type(entry) is ArraysCache for _, entry in leaves)
