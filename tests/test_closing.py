@@ -1,5 +1,7 @@
 """Stopping anywhere, on purpose or by failure, leaves caches that hold exactly the text so far."""
 
+import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_rewind
 import zoo
 from mlx_rewind import DraftModel, generate_step
+from mlx_rewind.cache import retrace
 
 FAMILIES = sorted(zoo.CONFIGS)
 PROMPT = zoo.PROMPTS[1]
@@ -311,3 +314,61 @@ def test_a_stop_string_ends_the_text_before_it(
         assert reason == "stop"
         assert count == len(tokens)
         holds(model, cache, (tokenizer.encode(TEXT) + tokens)[:-1], "qwen3_5")
+
+
+# --- interrupts anywhere --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def interrupted_at(call: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt once, when the package makes its call number `call`."""
+    count = iter(range(call))
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        ours = "mlx_rewind" in code.co_filename and code.co_name != "<genexpr>"
+        if event == "call" and ours and next(count, None) is None:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "falcon_h1", "llama4"])
+@pytest.mark.parametrize("drafting", ["plain", "mixed", "draft model"])
+def test_an_interrupt_anywhere_leaves_the_text_so_far(name: str, drafting: str) -> None:
+    model = zoo.build(name)
+    expected = zoo.reference(name, PROMPT, 40).tokens
+    for call in range(0, 1400, 37):
+        drafters = {"mixed": scripted(name, MIXED), "draft model": DraftModel(model)}
+        cache, tokens = make_prompt_cache(model), []
+        steps = generate_step(
+            PROMPT, model, drafter=drafters.get(drafting), max_tokens=30, prompt_cache=cache
+        )
+        try:
+            with interrupted_at(call):
+                for _ in range(12):  # one by one: what was given out is kept
+                    tokens.append(next(steps)[0])  # noqa: PERF401
+        except KeyboardInterrupt:
+            # In prefill the cache goes back to what it held before: nothing.
+            held = (PROMPT + tokens)[:-1] if cache[0].state and not cache[-1].empty() else []
+            if held:
+                holds(model, cache, held, name)
+            assert tokens == expected[: len(tokens)]
+        steps.close()
+        assert not retrace._tapes
+
+
+def test_a_session_ends_even_if_the_decoder_cannot() -> None:
+    model = zoo.build("qwen3_5")
+    cache = make_prompt_cache(model)
+    steps = generate_step(PROMPT, model, drafter=DraftModel(model), prompt_cache=cache)
+    next(steps)
+    model(mx.array([[1, 2]]), cache=cache)  # what nobody should do
+    with pytest.raises(RuntimeError, match="fed or changed"):
+        steps.close()
+    assert not retrace._tapes

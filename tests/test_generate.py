@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import zoo
 from mlx_rewind import DraftModel, NGram, UnsupportedCacheError, generate_step
+from mlx_rewind.target import exactness
 
 FAMILIES = sorted(zoo.CONFIGS)
 PLANS: dict[str, list[int | None]] = {
@@ -189,8 +190,36 @@ def test_bad_options_are_refused_at_the_call() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             generate_step([1, 2], model, **options)
-    with pytest.raises(ValueError, match="empty"):
-        generate_step([], model)
+    for prompt, message in (([], "empty"), ([3, -1], "negative"), ([[1, 2]], "flat")):
+        with pytest.raises(ValueError, match=message):
+            generate_step(prompt, model)
+
+
+def test_a_drafter_may_do_what_it_likes_with_its_list() -> None:
+    class Vandal:
+        def propose(self, tokens: list[int], num_draft_tokens: int) -> list[int]:
+            tokens.clear()
+            return []
+
+    out = generate_step(zoo.PROMPTS[1], zoo.build("lfm2"), drafter=Vandal(), max_tokens=20)
+    assert [token for token, *_ in out] == zoo.reference("lfm2", zoo.PROMPTS[1], 20).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "level"),
+    [
+        ("qwen3_5", mx.bfloat16, "bitwise"),
+        ("mamba2", mx.bfloat16, "bitwise"),
+        ("falcon_h1", mx.float32, "bitwise"),
+        ("llama4", mx.float32, "token"),
+        ("gemma3_text", mx.float32, "token"),
+        ("gemma3_text", mx.float16, "near-tie"),
+        ("kimi_linear", mx.float32, "token"),
+    ],
+)
+def test_the_level_of_exactness(name: str, dtype: mx.Dtype, level: str) -> None:
+    model = zoo.build(name, dtype=dtype)
+    assert exactness(model, make_prompt_cache(model)) == level
 
 
 # --- samplers and processors -----------------------------------------------------------------

@@ -296,6 +296,55 @@ def test_a_cache_of_another_model_is_refused() -> None:
         Round(zoo.build("qwen3_5"), cache)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_with_other_parts_is_refused(name: str) -> None:
+    model = zoo.build(name)
+    for cache in (make_prompt_cache(model)[:-1], [*make_prompt_cache(model), KVCache()], []):
+        with pytest.raises(UnsupportedCacheError, match="not one of this model's"):
+            mlx_rewind.generate_step([1], model, prompt_cache=cache)
+
+
+def test_a_cache_with_other_heads_is_refused() -> None:
+    history = zoo.feed(zoo.build("llama", head_dim=64), [1, 2, 3])
+    with pytest.raises(UnsupportedCacheError, match=r"heads .* \(2, 64, 64\)"):
+        mlx_rewind.generate_step([1], zoo.build("llama"), prompt_cache=history)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "llama"])
+def test_what_is_fed_behind_a_sealed_round_is_noticed(name: str) -> None:
+    model = zoo.build(name)
+    cache = zoo.feed(model, prompt_of(9))
+    for kept in (2, 4):
+        with pytest.raises(RuntimeError, match="sealed"), Round(model, cache) as round_:
+            fed(model, KEPT[:4], cache, [4])
+            round_.rewind(2)
+            fed(model, KEPT[:2], cache, [2])
+            round_.commit(kept)
+        cache = zoo.feed(model, prompt_of(9))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "llama4"])
+def test_a_rewind_that_fails_may_be_tried_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.build(name)
+    cache = zoo.feed(model, prompt_of(9))
+    with Round(model, cache) as round_:
+        fed(model, KEPT[:4], cache, [4])
+        round_.seal()
+        undo = round_._undos[-1]
+
+        def broken(kept: int) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(undo, "rewind", broken)
+        with pytest.raises(KeyboardInterrupt):
+            round_.rewind(3)
+        zoo.assert_state_equal(cache, zoo.feed(model, prompt_of(9)))
+        round_.commit(2)
+    expected = zoo.feed(model, prompt_of(9) + KEPT[:2])
+    zoo.assert_state_equal(cache, expected, zoo.round_tolerance(name))
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "kimi_linear", "falcon_h1", "gpt_oss"])
 def test_halves_of_different_lengths_are_refused_with_both_numbers(name: str) -> None:
     model = zoo.build(name)

@@ -24,7 +24,6 @@ from mlx_lm.models.cache import (
 import zoo
 from mlx_rewind import Round
 
-MODEL = nn.Linear(1, 1)
 WINDOW = 8
 MAKERS: dict[str, Callable[[], Any]] = {
     "KVCache": KVCache,
@@ -38,6 +37,21 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "CacheList": lambda: CacheList(KVCache(), RotatingKVCache(WINDOW)),
 }
 SIZES = st.lists(st.integers(1, 12), max_size=5)
+
+
+class Model(nn.Module):
+    """Has one cache of a kind, and does nothing but feed it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def make_cache(self) -> list[Any]:
+        return [MAKERS[self.kind]()]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        append(cache[0], [tokens.shape[1]], mark=0)
+        return tokens
 
 
 def append(cache: Any, sizes: list[int], mark: int) -> None:
@@ -74,7 +88,7 @@ def test_commit_equals_never_fed(
     cache, expected = MAKERS[kind](), MAKERS[kind]()
     append(cache, history, mark=0)
     append(expected, history, mark=0)
-    with Round(MODEL, [cache]) as round_:
+    with Round(Model(kind), [cache]) as round_:
         append(cache, cut(window, kept), mark=1)
         append(cache, rest(window, kept), mark=2)
         for stop in detours:
@@ -109,7 +123,7 @@ def test_saved_slots_equal_a_saved_ring(
     hinted, plain = MAKERS[kind](), MAKERS[kind]()
     for cache, hint in ((hinted, steps), (plain, None)):
         append(cache, history, mark=0)
-        with Round(MODEL, [cache], single_steps=hint) as round_:
+        with Round(Model(kind), [cache], single_steps=hint) as round_:
             append(cache, [1] * steps, mark=1)
             round_.rewind(0)
             round_.rewind(steps)
@@ -128,7 +142,7 @@ def test_a_broken_promise_of_single_steps_is_refused() -> None:
         before = copy.deepcopy(cache)
         with (
             pytest.raises(RuntimeError, match="2 single-token steps"),
-            Round(MODEL, [cache], single_steps=2),
+            Round(Model("RotatingKVCache"), [cache], single_steps=2),
         ):
             append(cache, sizes, mark=1)
         zoo.assert_state_equal([cache], [before])
@@ -139,7 +153,7 @@ def test_a_ring_levels_off() -> None:
     cache = RotatingKVCache(WINDOW)
     for sizes in ([1] * 10, [4] * 5, [1, 4] * 6):
         for size in sizes:
-            with Round(MODEL, [cache]) as round_:
+            with Round(Model("RotatingKVCache"), [cache]) as round_:
                 append(cache, [size], mark=0)
                 round_.commit(max(1, size - 2))
             assert cache.keys.shape[2] <= WINDOW + 4 - 1
@@ -152,7 +166,7 @@ def test_a_snapshot_is_safe_from_later_rounds(kind: str) -> None:
     snapshot = copy.deepcopy(cache)
     frozen = copy.deepcopy(snapshot)
     for _ in range(3):
-        with Round(MODEL, [cache]) as round_:
+        with Round(Model(kind), [cache]) as round_:
             append(cache, [1, 1, 3], mark=4)
             round_.commit(2)
     zoo.assert_state_equal([snapshot], [frozen])

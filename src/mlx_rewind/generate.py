@@ -95,8 +95,9 @@ class _Generation:
             tokens = [operator.index(token) for token in ids]
         except TypeError:
             raise ValueError("the prompt must be one flat sequence of token ids") from None
-        if not tokens:
-            raise ValueError("the prompt is empty: at least one token is needed")
+        if not tokens or min(tokens) < 0:
+            what = "empty" if not tokens else f"not made of token ids: {min(tokens)} is negative"
+            raise ValueError(f"the prompt is {what}; at least one token id of 0 or more is needed")
         if options.prefill_step_size < 1:
             raise ValueError(f"prefill_step_size must be positive, got {options.prefill_step_size}")
         self.prompt_length = len(tokens)
@@ -124,26 +125,27 @@ class _Generation:
 
     def tokens(self) -> Generator[Emission, None, None]:
         """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
-        emitted = 0
+        decoder = self._decoder
         try:
-            self._decoder.prefill(self._options.prefill_step_size, self._progress)
+            decoder.prefill(self._options.prefill_step_size, self._progress)
             while self.row.remaining > 0:
-                (output,) = self._decoder.step()
+                (output,) = decoder.step()
                 if not self.stats.steps:
                     self._progress(self.prompt_length, self.prompt_length)
                 for token, logprobs in zip(output.tokens, output.logprobs, strict=True):
-                    from_draft = output.from_draft(emitted)
-                    emitted += 1
-                    self.row.tokens.append(token)
+                    emission = token, logprobs, output.from_draft(decoder.emitted)
                     if self._options.prompt_cache is not None:
-                        self._decoder.show(emitted)
-                    yield token, logprobs, from_draft
-                self._decoder.commit(emitted)
-                emitted = 0
+                        decoder.show(decoder.emitted + 1)
+                    self.row.tokens.append(token)
+                    decoder.emitted += 1  # nothing can interrupt between this and the yield
+                    yield emission
+                decoder.commit()
         finally:
-            self._decoder.close(emitted)
-            if isinstance(self.row.proposer, Session):
-                self.row.proposer.close()
+            try:
+                decoder.close()
+            finally:
+                if isinstance(self.row.proposer, Session):
+                    self.row.proposer.close()
 
 
 def generate_step(

@@ -8,7 +8,7 @@
     5 commit    the caches keep exactly what was emitted
 
 A row without a proposer knows its next window before its token is read: the next forward is
-launched first (`_ahead`), so the device never waits for the host.
+launched first, so the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ class Decoder:
     num_draft_tokens     most draft tokens per round
     quantize             (quantized_kv_start, kv_group_size, kv_bits), or None
 
+    emitted              tokens of the current block that went out; the caller counts them
+
     Per round: `step`, then `show` as tokens go out if anybody looks at the caches, then `commit`.
     `close` ends at any point, also after an exception, with the invariant restored.
     """
@@ -119,8 +121,8 @@ class Decoder:
         self._batch = batch
         self._num_draft_tokens = num_draft_tokens
         self._quantize_at = quantize
-        self._flight: Flight | None = None
-        self._ahead: Flight | None = None
+        self.emitted = 0
+        self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
 
     @functools.cached_property
     def _vocab_size(self) -> int:
@@ -154,47 +156,49 @@ class Decoder:
 
     def step(self) -> list[StepOutput]:
         """Drafts, verifies and accepts; returns each row's block. The caches are mid-round."""
-        flight = self._ahead or self._launch(self._batch.pending, self._draft())
-        self._flight, self._ahead = flight, None
+        if not self._flights:
+            self._launch(self._batch.pending, self._draft())
+        flight = self._flights[0]
         if self._knows_next_window(flight):
-            self._ahead = self._launch(flight.choices[0].first[None], Draft.empty())
+            self._launch(flight.choices[0].first[None], Draft.empty())
         return self._accept(flight)
 
     def show(self, emitted: int) -> None:
         """Makes the caches what they are after `emitted` tokens of the block, for onlookers."""
+        flight, *ahead = self._flights
         with mx.stream(generation_stream):
-            if self._ahead:
-                self._ahead.round.rewind(0)
-            elif self._flight:
-                self._flight.round.rewind(emitted)
+            if ahead:
+                ahead[0].round.rewind(0)
+            else:
+                flight.round.rewind(emitted)
 
-    def commit(self, emitted: int) -> None:
-        """Ends the round: the caches keep what was emitted of the block, 0 for nothing."""
-        flight = self._flight
-        if flight is None:
-            return
+    def commit(self) -> None:
+        """Ends the round: the caches keep what was emitted of the block, maybe nothing."""
+        flight, *ahead = self._flights
+        emitted = self.emitted
         with mx.stream(generation_stream):
-            if self._ahead:
-                self._ahead.round.rewind(1)
+            if ahead:
+                ahead[0].round.rewind(1)
                 flight.round.release()
             else:
                 flight.round.commit(emitted)
-            self._flight = None
+            self._flights, self.emitted = ahead, 0
             self._quantize()
         (row,) = self._batch.rows
         row.stats.count(flight.draft.num_tokens, flight.accepted, emitted)
         if row.stats.steps % 256 == 0:
             mx.clear_cache()
 
-    def close(self, emitted: int) -> None:
-        """Ends the decoding after `emitted` tokens of the current block.
+    def close(self) -> None:
+        """Ends the decoding after what was emitted of the current block.
 
         The caches are computed before it returns, so another thread may go on with them.
         """
-        if self._ahead:
-            self._ahead.round.abort()
-            self._ahead = None
-        self.commit(emitted)
+        for flight in self._flights[1:]:
+            flight.round.abort()
+        self._flights = [flight for flight in self._flights[:1] if flight.round.is_open]
+        if self._flights:
+            self.commit()
         mx.eval([entry.state for entry in self._batch.cache])
 
     # -- parts ----------------------------------------------------------------------------------
@@ -206,13 +210,14 @@ class Decoder:
             return Draft.empty()
         return Draft(propose(row.proposer, row.tokens, limit, self._vocab_size)[None])
 
-    def _launch(self, pending: mx.array, draft: Draft) -> Flight:
+    def _launch(self, pending: mx.array, draft: Draft) -> None:
         """Verifies `draft` [B, K] after `pending` [B, 1]; nothing is read back."""
         batch = self._batch
         with mx.stream(generation_stream), ExitStack() as undo:
             steps = None if draft.num_tokens else 1
-            verify = Round(batch.model, batch.cache, single_steps=steps, plan=self._plan).open()
+            verify = Round(batch.model, batch.cache, single_steps=steps, plan=self._plan)
             undo.callback(verify.abort)
+            verify.open()
             window = mx.concatenate([pending, draft.tokens], axis=1)
             logits = forward(batch.model, window, batch.cache).logits
             verify.seal()
@@ -221,14 +226,14 @@ class Decoder:
                 for b, row in enumerate(batch.rows)
             ]
             mx.async_eval(draft.tokens, *(x for choice in choices for x in choice.lazy))
+            self._flights.append(Flight(draft, verify, choices))
             undo.pop_all()
-        return Flight(draft, verify, choices)
 
     def _history(self, row: Row, window: mx.array) -> mx.array | None:
         """The row's tokens, then the draft, [n + K]; None if nobody asks."""
         if not row.processors:
             return None
-        known = len(row.tokens) - (self._flight is None)
+        known = len(row.tokens) - (not self._flights)
         return mx.concatenate([mx.array(row.tokens[:known], mx.int32), window])
 
     def _accept(self, flight: Flight) -> list[StepOutput]:
@@ -251,7 +256,7 @@ class Decoder:
     # -- quantised caches -----------------------------------------------------------------------
 
     def _quantize(self) -> None:
-        if self._quantize_at and not self._ahead:
+        if self._quantize_at and not self._flights:
             before = list(self._batch.cache)
             maybe_quantize_kv_cache(self._batch.cache, *self._quantize_at)
             if any(new is not old for new, old in zip(self._batch.cache, before, strict=True)):

@@ -68,10 +68,10 @@ def exactness(model: nn.Module, cache: list[Any]) -> str:
     """
     if not row_invariant():
         return NEAR_TIE
-    if _has_window_formula(model):
-        return TOKEN if _is_float32(model) else NEAR_TIE
     windowed = any(type(entry) in (RotatingKVCache, ChunkedKVCache) for _, entry in walk(cache))
-    return TOKEN if windowed else BITWISE
+    if not windowed and not _has_window_formula(model):
+        return BITWISE
+    return TOKEN if _is_float32(model) else NEAR_TIE
 
 
 def _is_float32(model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from mlx_lm.models.ssm import ssm_update
 
 from ..errors import UnsupportedModelError
 from .retrace import linear_call, recorded_call, window_of
+from .undo import UNDOS
 
 _LINEAR = (nn.Linear, nn.QuantizedLinear)
 _PROBE_WINDOW = 3
@@ -41,15 +42,25 @@ def walk(cache: list[Any]) -> Iterator[tuple[str, Any]]:
             yield str(i), entry
 
 
+def shape_of(cache: Any) -> tuple[int, ...]:
+    """Heads and head sizes of an attention cache's keys and values; () if empty or quantised."""
+    if not isinstance(cache.keys, mx.array):
+        return ()
+    (_, heads, _, key_size), value_size = cache.keys.shape, cache.values.shape[-1]
+    return heads, key_size, value_size
+
+
 @dataclass
 class Attachment:
-    """The recurrent layers of one model instance.
+    """What is known of one model instance and its caches.
 
-    calls      label of a cache -> how many layer calls write it in one forward
+    calls      label of a recurrent cache -> how many layer calls write it in one forward
+    shapes     label of every other cache -> see `shape_of`
     swapped    instances whose class was swapped
     """
 
     calls: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
     swapped: list[nn.Module]
 
 
@@ -88,7 +99,7 @@ def attach(model: nn.Module) -> Attachment:
         known = _attachments.get(id(model))
         if known is not None:
             return known
-        owners = _find_owners(model)
+        owners, shapes = _probe(model)
         writers: dict[int, nn.Module] = {}
         for calls in owners.values():
             writers.update((id(call.module), call.module) for call in calls)
@@ -106,6 +117,7 @@ def attach(model: nn.Module) -> Attachment:
         _swap(linears.values(), linear_call)
         attachment = Attachment(
             calls={label: len(calls) for label, calls in owners.items()},
+            shapes=shapes,
             swapped=[*writers.values(), *linears.values()],
         )
         _attachments[id(model)] = attachment
@@ -137,6 +149,7 @@ class _ProbedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parent: _ProbedCall | None
+    output: Any = None
 
 
 class _ProbedCache(ArraysCache):
@@ -155,21 +168,23 @@ def _probed_call(stock: Callable[..., Any], layer: nn.Module, *args: Any, **kwar
     if not getattr(_local, "probing", False):
         return stock(layer, *args, **kwargs)  # another thread's forward
     parent = getattr(_local, "probed", None)
-    _local.probed = _ProbedCall(layer, args, kwargs, parent)
+    _local.probed = call = _ProbedCall(layer, args, kwargs, parent)
     try:
-        return stock(layer, *args, **kwargs)
+        call.output = stock(layer, *args, **kwargs)
     finally:
         _local.probed = parent
+    return call.output
 
 
-def _find_owners(model: nn.Module) -> dict[str, list[_ProbedCall]]:
+def _probe(model: nn.Module) -> tuple[dict[str, list[_ProbedCall]], dict[str, tuple[int, ...]]]:
+    """Runs the lazy forward. Returns who writes each recurrent cache, and the others' shapes."""
     cache = make_prompt_cache(model)
-    recurrent = {label: c for label, c in walk(cache) if type(c) is ArraysCache}
-    if not recurrent:
-        return {}
+    leaves = dict(walk(cache))
+    recurrent = {label: leaf for label, leaf in leaves.items() if type(leaf) is ArraysCache}
     for entry in recurrent.values():
         entry.__class__ = _ProbedCache
-    modules = list({id(m): m for m in model.modules() if m is not model and callable(m)}.values())
+    unique = {id(m): m for m in model.modules() if m is not model and callable(m)}
+    modules = list(unique.values()) if recurrent else []
     _swap(modules, _probed_call)
     _local.probing = True
     try:
@@ -177,7 +192,9 @@ def _find_owners(model: nn.Module) -> dict[str, list[_ProbedCall]]:
     finally:
         _local.probing = False
         _restore(modules)
-    return {label: _check_owners(label, entry) for label, entry in recurrent.items()}
+    owners = {label: _check_owners(label, entry) for label, entry in recurrent.items()}
+    attention = ((label, leaf) for label, leaf in leaves.items() if type(leaf) in UNDOS)
+    return owners, {label: shape_of(leaf) for label, leaf in attention}
 
 
 def _check_owners(label: str, cache: Any) -> list[_ProbedCall]:
@@ -201,6 +218,8 @@ def _check_owners(label: str, cache: Any) -> list[_ProbedCall]:
             raise refuse(name, "the layer does not receive the cache as an argument of its own")
         if window_of(call.args, call.kwargs) != _PROBE_WINDOW:
             raise refuse(name, "the layer receives no array with the window on its second axis")
+        if _has_window_formula(call.module) and not isinstance(call.output, mx.array):
+            raise refuse(name, "it computes windows by a formula of its own and returns no array")
         parent = call.parent
         while parent is not None:
             if parent in writers:

@@ -26,6 +26,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
+from .undo import Undo
+
 Slots = list[Any]
 Stock = Callable[..., Any]
 
@@ -199,7 +201,8 @@ class Tape:
         _tapes[id(self.cache)] = self
 
     def stop(self) -> None:
-        _tapes.pop(id(self.cache), None)
+        if _tapes.get(id(self.cache)) is self:
+            del _tapes[id(self.cache)]
 
     def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         call = _Call(stock, layer, args, kwargs, list(self.cache.cache))
@@ -226,15 +229,19 @@ class Tape:
             call.replay(kept)
 
 
-class RetraceUndo:
+class RetraceUndo(Undo):
     """The undo of an `ArraysCache`: old slots, and the layer's own forward over the kept part."""
 
     mechanism: ClassVar[str] = "retrace"
 
-    def __init__(self, cache: Any, calls_per_forward: int) -> None:
+    def __init__(
+        self, cache: Any, single_steps: int | None = None, *, calls_per_forward: int = 1
+    ) -> None:
         self._cache = cache
         self._tape = Tape(cache, calls_per_forward)
         self._before = (list(cache.cache), position(cache))
+
+    def start(self) -> None:
         self._tape.start()
 
     def seal(self) -> int:

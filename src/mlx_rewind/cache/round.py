@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..errors import UnsupportedCacheError
-from .attach import attach, walk
+from .attach import Attachment, attach, shape_of, walk
 from .retrace import RetraceUndo, position
 from .undo import UNDOS, RingUndo, Undo
 
@@ -69,24 +70,21 @@ class Round:
 
     def open(self) -> Round:
         """Starts recording; what `with` does on entry."""
-        opened = False
-        try:
-            for label, entry in self._plan.leaves:
-                self._undos.append(self._undo(label, entry))
-            opened = True
-        finally:
-            if not opened:
-                for undo in self._undos:
-                    undo.seal()
-        saved = [x for undo in self._undos if isinstance(undo, RingUndo) for x in undo.saved]
-        if saved:
-            mx.async_eval(saved)
+        self._undos = [self._undo(label, entry) for label, entry in self._plan.leaves]
         self._open = True
+        with ExitStack() as stack:
+            stack.callback(self.abort)
+            for undo in self._undos:
+                undo.start()
+            saved = [x for undo in self._undos if isinstance(undo, RingUndo) for x in undo.saved]
+            if saved:
+                mx.async_eval(saved)
+            stack.pop_all()
         return self
 
     def _undo(self, label: str, entry: Any) -> Undo:
         if type(entry) is ArraysCache:
-            return RetraceUndo(entry, self._plan.calls[label])
+            return RetraceUndo(entry, calls_per_forward=self._plan.calls[label])
         return UNDOS[type(entry)](entry, self._single_steps)
 
     def seal(self) -> int:
@@ -126,8 +124,8 @@ class Round:
     def abort(self) -> None:
         """Takes back everything that was fed and closes the round; without effect when closed."""
         if self._open:
-            self.seal()
-            self._move(0)
+            if self.seal():
+                self._move(0)
             self._close()
 
     # -- parts ----------------------------------------------------------------------------------
@@ -144,7 +142,11 @@ class Round:
             if not moved:
                 for undo in self._undos:
                     undo.rewind(0)
-                self._at = 0
+                self._at, self._marks = 0, self._where()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
 
     def _where(self) -> list[Any]:
         """Slots and offsets, which tell whether a cache was touched since."""
@@ -250,18 +252,29 @@ def check(model: nn.Module, cache: list[Any]) -> Plan:
                 f"cache {label} (ArraysCache) has left_padding or lengths: it belongs to a batch; "
                 "extract its rows and open one Round per row"
             )
-    calls: dict[str, int] = {}
-    if any(type(entry) is ArraysCache for _, entry in leaves):
-        calls = attach(model).calls
-        expected = set(calls)
-        got = {label for label, entry in leaves if type(entry) is ArraysCache}
-        if got != expected:
-            raise UnsupportedCacheError(
-                f"the prompt cache is not one of this model's: recurrent caches at "
-                f"{sorted(got)}, the model has them at {sorted(expected)}"
-            )
+    attachment = attach(model)
+    _check_layout(attachment, dict(leaves))
     check_positions(leaves)
-    return Plan(leaves, calls)
+    return Plan(leaves, attachment.calls)
+
+
+def _check_layout(attachment: Attachment, leaves: dict[str, Any]) -> None:
+    """Refuses a prompt cache with other parts than the model makes, or parts of other shapes."""
+    expected = attachment.calls.keys() | attachment.shapes.keys()
+    recurrent = {label for label, entry in leaves.items() if type(entry) is ArraysCache}
+    if leaves.keys() != expected or recurrent != attachment.calls.keys():
+        raise UnsupportedCacheError(
+            f"the prompt cache is not one of this model's: caches at {sorted(leaves)}, recurrent "
+            f"at {sorted(recurrent)}; the model has them at {sorted(expected)}, recurrent at "
+            f"{sorted(attachment.calls)}"
+        )
+    for label, shape in attachment.shapes.items():
+        got = shape_of(leaves[label])
+        if shape and got and got != shape:
+            raise UnsupportedCacheError(
+                f"the prompt cache is not one of this model's: cache {label} has heads and head "
+                f"sizes {got}, the model's are {shape}"
+            )
 
 
 def check_positions(leaves: list[tuple[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 An undo is made when a round opens and watches its cache through any number of forwards:
 
+    start()        begins to watch, once every cache of the round has its undo
     seal()         ends the recording, returns the tokens fed since
     rewind(kept)   sets the cache to what it is after the first `kept` of them; repeatable,
                    in any order, for every 0 <= kept <= fed
@@ -11,9 +12,10 @@ Buffers beyond the valid length are never part of a cache's state, so an undo ma
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -25,19 +27,27 @@ from mlx_lm.models.cache import (
 )
 
 
-class Undo(Protocol):
+class Undo(ABC):
     """Watches one cache while a round is open, and takes it back."""
 
     mechanism: ClassVar[str]
 
+    @abstractmethod
     def __init__(self, cache: Any, single_steps: int | None = None) -> None: ...
 
-    def seal(self) -> int: ...
+    def start(self) -> None:  # noqa: B027
+        """Begins to watch; an undo that only compares before and after needs nothing."""
 
-    def rewind(self, kept: int) -> None: ...
+    @abstractmethod
+    def seal(self) -> int:
+        """Ends the recording, also one that was not started; returns the tokens fed."""
+
+    @abstractmethod
+    def rewind(self, kept: int) -> None:
+        """Sets the cache to what it is after the first `kept` tokens."""
 
 
-class TrimUndo:
+class TrimUndo(Undo):
     """KVCache and QuantizedKVCache: append-only, the offset alone decides what is valid."""
 
     mechanism: ClassVar[str] = "trim"
@@ -57,7 +67,7 @@ class TrimUndo:
         self._cache.offset = self._before[2] + kept
 
 
-class CutUndo:
+class CutUndo(Undo):
     """ConcatenateKVCache: its arrays are its length, so they are cut."""
 
     mechanism: ClassVar[str] = "cut"
@@ -100,8 +110,6 @@ class _AppendLog:
     def __init__(self, cache: Any, guard: Callable[[int], None]) -> None:
         self.appends: list[_Append] = []
         self._cache = cache
-        if "update_and_fetch" in vars(cache):
-            raise RuntimeError("this prompt cache is already inside an open Round")
 
         def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
             guard(keys.shape[2])
@@ -109,10 +117,16 @@ class _AppendLog:
             self.appends.append(_Append(keys, values, start))
             return type(cache).update_and_fetch(cache, keys, values)
 
-        cache.update_and_fetch = update_and_fetch
+        self._hook = update_and_fetch
+
+    def start(self) -> None:
+        if "update_and_fetch" in vars(self._cache):
+            raise RuntimeError("this prompt cache is already inside an open Round")
+        self._cache.update_and_fetch = self._hook
 
     def stop(self) -> int:
-        vars(self._cache).pop("update_and_fetch", None)
+        if vars(self._cache).get("update_and_fetch") is self._hook:
+            del self._cache.update_and_fetch
         return sum(append.length for append in self.appends)
 
     def replay(self, kept: int) -> None:
@@ -127,7 +141,7 @@ class _AppendLog:
             kept -= length
 
 
-class RingUndo:
+class RingUndo(Undo):
     """RotatingKVCache. A window leaves the buffer in time order; a single step overwrites a slot.
 
         window of S     [ ... max_size - 1 older entries ... | d0 d1 ... d(S-1) ]   cut at the end
@@ -150,6 +164,9 @@ class RingUndo:
         elif cache.keys is not None:
             cache.keys, cache.values = cache.keys[...], cache.values[...]
         self._log = _AppendLog(cache, self._guard)
+
+    def start(self) -> None:
+        self._log.start()
 
     def _fits(self, steps: int | None) -> bool:
         ring = self._cache
@@ -204,7 +221,7 @@ class RingUndo:
         ring.offset, ring._idx = self._before[2:]
 
 
-class ChunkUndo:
+class ChunkUndo(Undo):
     """ChunkedKVCache: append-only, but the model may cut its front before a forward.
 
     While the front stays, or one forward was fed, the offset decides. Otherwise the buffer as it
@@ -217,6 +234,9 @@ class ChunkUndo:
         self._cache = cache
         self._before = (cache.keys, cache.values, cache.offset, cache.start_position)
         self._log = _AppendLog(cache, lambda length: None)
+
+    def start(self) -> None:
+        self._log.start()
 
     def seal(self) -> int:
         chunk = self._cache

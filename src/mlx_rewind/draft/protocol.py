@@ -22,7 +22,7 @@ class Proposer(Protocol):
     def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
         """Returns at most `num_draft_tokens` ids that may follow; fewer or none is fine.
 
-        tokens    prompt and emitted tokens of the row, the pending one last; not to be changed
+        tokens    prompt and emitted tokens of the row, the pending one last
         """
         ...
 
@@ -74,7 +74,8 @@ def start(drafter: Drafter | Proposer, vocab_size: int) -> Proposer:
 
 def propose(proposer: Proposer, tokens: list[int], limit: int, vocab_size: int) -> mx.array:
     """Asks for at most `limit` draft tokens, [n] uint32. A session's stay on the device, unread."""
-    proposal = proposer.propose(tokens, limit)
+    ours = isinstance(proposer, (Drafter, Session))
+    proposal = proposer.propose(tokens if ours else list(tokens), limit)
     if isinstance(proposer, Session) and isinstance(proposal, mx.array):
         return proposal.astype(mx.uint32)
     return mx.array(checked(proposal, limit, vocab_size), mx.uint32)
