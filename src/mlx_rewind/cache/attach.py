@@ -44,10 +44,10 @@ def walk(cache: list[Any]) -> Iterator[tuple[str, Any]]:
 
 def shape_of(cache: Any) -> tuple[int, ...]:
     """Heads and head sizes of an attention cache's keys and values; () if empty or quantised."""
-    if not isinstance(cache.keys, mx.array):
+    keys, values = vars(cache).get("keys"), vars(cache).get("values")
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return ()
-    (_, heads, _, key_size), value_size = cache.keys.shape, cache.values.shape[-1]
-    return heads, key_size, value_size
+    return keys.shape[1], keys.shape[-1], values.shape[-1]
 
 
 @dataclass
