@@ -14,7 +14,7 @@ venv: $(STAMP)  ## Create .venv with the package (editable) and the developer to
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { \
 	  echo "No virtual environment: on Debian, run 'apt-get install python3-venv'" \
-	       "(or set PYTHON= to an interpreter >= 3.10)." >&2; exit 1; }
+	       "(or set PYTHON= to an interpreter >= 3.11, which mlx-lm needs)." >&2; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 

@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], None] = args.command
     try:
         command(args)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stdout = None
+        return 0
     except (ValueError, OSError) as error:
         print(f"mlx-rewind: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -163,8 +166,11 @@ def _drafter(kind: str, args: argparse.Namespace, tokenizer: Any) -> Drafter | N
     if kind == "ngram":
         return NGram()
     if kind == "prediction":
-        text = Path(args.prediction_file).read_text(encoding="utf-8")
-        return Prediction(tokenizer.encode(text, add_special_tokens=False))
+        file = Path(args.prediction_file)
+        if not file.is_file():
+            raise FileNotFoundError(f"no prediction file at {file}")
+        text = file.read_text(encoding="utf-8")
+        return Prediction(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     return None
 
 
@@ -238,12 +244,15 @@ def _true_or_false(text: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="mlx-rewind", description=__doc__)
+    parser = _OneLineParser(
+        prog="mlx-rewind",
+        description="Exact speculative decoding with cache rollback for mlx-lm models.",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     common = _OneLineParser(add_help=False)
     common.add_argument("--model", help="local folder or hub name (default: the shipped model)")
-    common.add_argument("--trust-remote-code", action="store_true")
+    common.add_argument("--trust-remote-code", action="store_true", help="as in mlx-lm")
     common.add_argument("--json", action="store_true", help="print one JSON value")
 
     generate = commands.add_parser(
@@ -262,31 +271,41 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--prompt", "-p", default=_DEFAULT_PROMPT, help="the prompt; - reads standard input")
+    add("--prompt", "-p", default=_DEFAULT_PROMPT, help="the prompt (%(default)r); - reads stdin")
     add("--system-prompt", help="system message for the chat template")
     add("--ignore-chat-template", action="store_true", help="feed the prompt as it is")
-    add("--max-tokens", "-m", type=int, default=256, help="tokens to generate, -1 for no limit")
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=256,
+        help="tokens to generate (%(default)s), -1: no limit",
+    )
     add("--stop", action="append", default=[], help="a string that ends the text; repeatable")
     add("--extra-eos-token", nargs="+", default=[], help="more tokens that end the text")
-    add("--temp", type=_number("temp", float, 0), default=0.0, help="temperature, 0 is greedy")
-    add("--top-p", type=_number("top_p", float, 0, 1), default=1.0)
-    add("--top-k", type=_number("top_k", int, 0), default=0)
-    add("--min-p", type=_number("min_p", float, 0, 1), default=0.0)
+    add("--temp", type=_number("temp", float, 0), default=0.0, help="temperature (0: greedy)")
+    add("--top-p", type=_number("top_p", float, 0, 1), default=1.0, help="nucleus (1: all)")
+    add("--top-k", type=_number("top_k", int, 0), default=0, help="best tokens to keep (0: all)")
+    add("--min-p", type=_number("min_p", float, 0, 1), default=0.0, help="share of the best (0)")
     add("--seed", type=_number("seed", int, 0, 2**64 - 1), help="seed of mlx's random state")
     add("--adapter-path", help="trained adapter weights")
     add("--max-kv-size", type=int, help="longest attention window to keep")
-    add("--prefill-step-size", type=int, default=2048)
+    add("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward (2048)")
     add("--kv-bits", type=int, help="quantise KV caches to this many bits")
-    add("--kv-group-size", type=int, default=64)
+    add("--kv-group-size", type=int, default=64, help="group size of kv-bits (64)")
     add("--quantized-kv-start", type=int, default=5000, help="tokens before kv-bits takes effect")
     add("--verbose", type=_true_or_false, default=True, help="print the closing line (true)")
 
 
 def _add_draft_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--draft", choices=("none", "ngram", "model", "prediction"), help="which drafter to use")
-    add("--draft-model", help="draft model: local folder or hub name")
-    add("--prediction-file", help="a file with the text that is expected")
+    add(
+        "--draft",
+        choices=("none", "ngram", "model", "prediction"),
+        help="the drafter (none, or what the next two options imply)",
+    )
+    add("--draft-model", help="draft model: local folder or hub name; implies --draft model")
+    add("--prediction-file", help="a file with the expected text; implies --draft prediction")
     add("--num-draft-tokens", type=int, default=4, help="most draft tokens per round (4)")
 
 

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import mlx.core as mx
@@ -204,10 +204,10 @@ def stream_generate(
     model: nn.Module,
     tokenizer: Any,
     prompt: str | mx.array | Sequence[int],
-    *,
     max_tokens: int = 256,
-    drafter: Drafter | Proposer | None = None,
     draft_model: nn.Module | None = None,
+    *,
+    drafter: Drafter | Proposer | None = None,
     stop: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
@@ -231,6 +231,9 @@ def stream_generate(
         drafter = DraftModel(draft_model)
     if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
         check_tokenizers(tokenizer, drafter.tokenizer)
+    unknown = kwargs.keys() - {known.name for known in fields(_Options)}
+    if unknown:
+        raise TypeError(f"stream_generate() got unexpected options {sorted(unknown)}")
     options = _Options(max_tokens=max_tokens, **kwargs)
     generation = _Generation(_encode(tokenizer, prompt), model, drafter, options)
     return _stream(generation, model, tokenizer, StopStrings(stop))
@@ -253,7 +256,7 @@ def generate(
     if verbose:
         print(
             f"\n{response.generation_tokens} tokens, {response.generation_tps:.1f} tokens/s, "
-            f"{response.mean_acceptance_length:.2f} tokens per round ({response.draft_kind})"
+            f"{response.mean_acceptance_length:.2f} tokens per step ({response.draft_kind})"
         )
     return "".join(pieces)
 

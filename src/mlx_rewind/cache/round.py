@@ -29,7 +29,7 @@ from .undo import UNDOS, RingUndo, Undo
 
 
 class Round:
-    """Undoes, to the bit, tokens that were fed to `model` through `cache`.
+    """Undoes tokens that were fed to `model` through `cache`, as if they had never been.
 
     model          any mlx-lm model; its recurrent layers become recordable at the first round
     cache          its prompt cache: the list of stock objects, mutated in place by forwards
