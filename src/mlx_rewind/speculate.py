@@ -50,7 +50,7 @@ class Choices:
         self._read: list[int] = []
         if row.is_greedy:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            self._tokens, self._logprobs = [row.sampler(logprobs)], list(logprobs)
+            self._tokens, self._logprobs = [row.sampler(logprobs)], [logprobs]
         else:
             self._draw()
 
@@ -69,12 +69,16 @@ class Choices:
         while len(self._read) <= position:
             if not self._tokens:
                 self._draw()
-            read: Any = mx.concatenate(self._tokens).tolist()
-            self._read += read
+            for tokens in self._tokens:
+                read: Any = tokens.tolist()
+                self._read += read
             self._tokens = []
         return self._read[position]
 
     def logprobs(self, position: int) -> mx.array:
+        """The logprobs at a drawn position, [V]."""
+        if self._row.is_greedy:
+            return self._logprobs[0][position]
         return self._logprobs[position]
 
     def _draw(self) -> None:
@@ -218,14 +222,16 @@ class Decoder:
             verify = Round(batch.model, batch.cache, single_steps=steps, plan=self._plan)
             undo.callback(verify.abort)
             verify.open()
-            window = mx.concatenate([pending, draft.tokens], axis=1)
+            window = pending
+            if draft.num_tokens:
+                window = mx.concatenate([pending, draft.tokens], axis=1)
             logits = forward(batch.model, window, batch.cache).logits
             verify.seal()
             choices = [
                 Choices(row, logits[b], self._history(row, window[b]))
                 for b, row in enumerate(batch.rows)
             ]
-            mx.async_eval(draft.tokens, *(x for choice in choices for x in choice.lazy))
+            mx.async_eval(window, *(x for choice in choices for x in choice.lazy))
             self._flights.append(Flight(draft, verify, choices))
             undo.pop_all()
 
@@ -239,8 +245,7 @@ class Decoder:
     def _accept(self, flight: Flight) -> list[StepOutput]:
         with mx.stream(generation_stream):
             outputs = []
-            drafts: Any = flight.draft.tokens.tolist()
-            for guesses, choices in zip(drafts, flight.choices, strict=True):
+            for guesses, choices in zip(flight.draft.read(), flight.choices, strict=True):
                 verdict = match(guesses, choices.token)
                 flight.accepted = verdict.accepted
                 logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -23,6 +24,11 @@ class Draft:
     @classmethod
     def empty(cls, rows: int = 1) -> Draft:
         return cls(mx.zeros((rows, 0), mx.uint32))
+
+    def read(self) -> list[list[int]]:
+        """The tokens on the host. An empty draft must not wait for the device."""
+        rows: Any = self.tokens.tolist() if self.num_tokens else [[]] * self.tokens.shape[0]
+        return rows
 
 
 @dataclass(frozen=True)
