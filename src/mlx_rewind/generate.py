@@ -22,7 +22,7 @@ from .draft.model import DraftModel, check_tokenizers
 from .draft.protocol import Drafter, Proposer, Session, kind_of, start
 from .speculate import Decoder
 from .stops import StopStrings
-from .target import exactness, vocab_size
+from .target import exactness
 from .types import SpecStats
 
 Progress = Callable[[int, int], None]
@@ -117,7 +117,7 @@ class _Generation:
         self._decoder = Decoder(batch, options.num_draft_tokens, options.quantize)
         self.exactness = exactness(model, cache)
         if drafter is not None:
-            self.row.proposer = start(drafter, vocab_size(model))
+            self.row.proposer = start(drafter, self._decoder.vocab_size)
 
     @property
     def stats(self) -> SpecStats:

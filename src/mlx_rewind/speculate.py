@@ -129,7 +129,8 @@ class Decoder:
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
 
     @functools.cached_property
-    def _vocab_size(self) -> int:
+    def vocab_size(self) -> int:
+        """Entries of the target's logits."""
         return vocab_size(self._batch.model)
 
     # -- prefill --------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class Decoder:
         limit = min(self._num_draft_tokens, row.remaining - 1, self._until_quantized())
         if row.proposer is None or limit < 1:
             return Draft.empty()
-        return Draft(propose(row.proposer, row.tokens, limit, self._vocab_size)[None])
+        return Draft(propose(row.proposer, row.tokens, limit, self.vocab_size)[None])
 
     def _launch(self, pending: mx.array, draft: Draft) -> None:
         """Verifies `draft` [B, K] after `pending` [B, 1]; nothing is read back."""

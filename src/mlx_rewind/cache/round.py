@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from ..errors import UnsupportedCacheError
 from .attach import Attachment, attach, shape_of, walk
@@ -208,15 +208,13 @@ class Checkpoint:
 
 
 def _attributes(entry: Any) -> dict[str, Any]:
-    """The attributes of a cache object, with handles of their own where it writes in place."""
-    return {
-        name: list(value)
-        if isinstance(value, list)
-        else value[...]
-        if isinstance(value, mx.array)
-        else value
-        for name, value in vars(entry).items()
-    }
+    """The attributes of a cache object. A ring overwrites what is valid, so it gets new handles."""
+    attributes = dict(vars(entry))
+    if type(entry) is ArraysCache:
+        attributes["cache"] = list(entry.cache)
+    if type(entry) is RotatingKVCache and entry.keys is not None:
+        attributes.update({side: attributes[side][...] for side in ("keys", "values")})
+    return attributes
 
 
 @dataclass(frozen=True)
