@@ -17,7 +17,7 @@ import zoo
 from mlx_rewind import DraftModel, generate_step
 from mlx_rewind.cache import retrace
 
-FAMILIES = sorted(zoo.CONFIGS)
+FAMILIES = zoo.FAMILIES
 PROMPT = zoo.PROMPTS[1]
 MIXED: list[int | None] = [2, 0, None, 4, 1]
 

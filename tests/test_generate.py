@@ -14,7 +14,7 @@ import zoo
 from mlx_rewind import DraftModel, NGram, UnsupportedCacheError, generate_step
 from mlx_rewind.target import exactness
 
-FAMILIES = sorted(zoo.CONFIGS)
+FAMILIES = zoo.FAMILIES
 PLANS: dict[str, list[int | None]] = {
     "all": [4],
     "none": [0],

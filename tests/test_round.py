@@ -14,7 +14,7 @@ import mlx_rewind
 import zoo
 from mlx_rewind import Round, UnsupportedCacheError, UnsupportedModelError
 
-FAMILIES = sorted(zoo.CONFIGS)
+FAMILIES = zoo.FAMILIES
 KEPT = [3, 50, 8, 91, 11, 26, 77, 14, 33, 60]
 TAILS = ([20, 40, 60, 80, 1, 2, 4, 6, 9, 12], [95, 30, 22, 5, 0, 7, 13, 90, 66, 19])
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from mlx_lm.models.cache import (
 
 from zoo_configs import (
     CONFIGS,
+    FAMILIES,
     FLOAT32_ONLY,
     INEXACT,
     INEXACT_IN_ROUNDS,
@@ -38,6 +40,7 @@ from zoo_configs import (
 __all__ = [
     "BITWISE",
     "CONFIGS",
+    "FAMILIES",
     "FLOAT32_ONLY",
     "INEXACT",
     "INEXACT_IN_ROUNDS",
@@ -51,10 +54,14 @@ __all__ = [
     "build",
     "difference",
     "feed",
+    "guard",
+    "prefill",
     "reference",
     "round_tolerance",
     "state",
     "tolerance",
+    "window_error",
+    "windowed",
 ]
 
 BITWISE = frozenset(CONFIGS) - frozenset(INEXACT)
@@ -149,6 +156,50 @@ def feed(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     for token in tokens:
         mx.eval(model(mx.array([[token]]), cache=cache), [c.state for c in cache])
     return cache
+
+
+def prefill(model: nn.Module, prompt: Sequence[int]) -> list[Any]:
+    """A fresh cache, fed `prompt` as stock decoding does: the last token on its own."""
+    cache = make_prompt_cache(model)
+    for part in (prompt[:-1], prompt[-1:]):
+        if part:
+            model(mx.array([part]), cache=cache)
+    return cache
+
+
+def windowed(model: Any, tokens: list[int], prompt: int, window: int) -> tuple[mx.array, list[Any]]:
+    """Logits [T, V] and cache: `prompt` tokens in one forward, then windows of `window`."""
+    cache = make_prompt_cache(model)
+    cuts = [0, *range(prompt, len(tokens), window), len(tokens)]
+    logits = [model(mx.array([tokens[start:end]]), cache=cache)[0] for start, end in pairwise(cuts)]
+    return mx.concatenate(logits), cache
+
+
+def window_error(model: nn.Module) -> float:
+    """How far the logits of windows are from those of single steps, relative to the largest."""
+    tokens = [(5 * i * i + 11 * i + 3) % VOCAB for i in range(60)]
+    steps, _ = windowed(model, tokens, 1, 1)
+    blocks = (windowed(model, tokens, *cuts)[0] for cuts in ((1, 2), (7, 5), (40, 8), (60, 1)))
+    return max((mx.abs(block - steps).max() / mx.abs(steps).max()).item() for block in blocks)
+
+
+def guard(model: nn.Module, prompt: Sequence[int]) -> str | None:
+    """Why the greedy text after `prompt` is no good for tests; None if it is.
+
+    64 tokens have at least 12 different ones and no two best logits closer than 0.01, and one
+    forward over all of them says the same: a token that differs is then a bug, not a near-tie.
+    """
+    tokens, logprobs = reference(model, prompt, 64)
+    if len(set(tokens)) < 12:
+        return f"only {len(set(tokens))} different tokens"
+    ordered = mx.sort(mx.stack(logprobs), axis=-1)
+    gap = (ordered[:, -1] - ordered[:, -2]).min().item()
+    if not gap > 0.01:
+        return f"two best logits {gap:.2g} apart"
+    block = model(mx.array([[*prompt, *tokens[:-1]]]), cache=make_prompt_cache(model))[0]
+    if mx.argmax(block[len(prompt) - 1 :], axis=-1).tolist() != tokens:
+        return "one forward has other best tokens"
+    return None
 
 
 # --- cache state -----------------------------------------------------------------------------
