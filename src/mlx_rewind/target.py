@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 
-from .cache.attach import walk
+from .cache.probe import walk
 from .errors import UnsupportedCacheError
 from .types import TargetOutput
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from .retrace import RetraceUndo
 from .round import check
+from .slots import is_recurrent, slots_of
 from .undo import UNDOS
 
 
@@ -55,8 +56,8 @@ def inspect(model: nn.Module) -> list[CacheRecord]:
 
 def _record(layer: int, entry: Any, child: int | None = None) -> CacheRecord:
     name = type(entry).__name__
-    if type(entry) is ArraysCache:
-        mechanism, slots = RetraceUndo.mechanism, len(entry.cache)
+    if is_recurrent(entry):
+        mechanism, slots = RetraceUndo.mechanism, len(slots_of(entry))
         return CacheRecord(layer, name, mechanism, slots, entry.nbytes, "fixed", child)
     mechanism = UNDOS[type(entry)].mechanism
     if entry.keys is None:

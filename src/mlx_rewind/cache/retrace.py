@@ -1,199 +1,96 @@
 """Recurrent layers: record a window, then call the layer's own forward again on its kept part.
 
-A recurrent layer keeps its past in a few slots of an `ArraysCache` and re-binds them in every
-forward. To keep m of S fed tokens, the old slots are put back and the layer runs once more on its
-first m inputs. The outputs of its Linear children were recorded and are handed back. MLX is lazy
+A recurrent layer keeps its past in a few slots of a cache and re-binds them in every forward. To
+keep m of S fed tokens, the old slots are put back and the layer runs once more on its first m
+inputs (`calls`). The outputs of its Linear children were recorded and are handed back. MLX is lazy
 and only the slots are read afterwards, so what really runs is the convolution and the recurrence.
 No formula is written here and no model is named.
 
 Where a layer computes a window by another formula than single steps (`ssm_update` does), a recorded
 window is taken token by token, so that it has the bits of plain decoding.
-
-The recorder travels on the thread, and only inside a layer's call: two threads can share a model.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
-from mlx_lm.models.cache import ArraysCache
 
+from .calls import Call, OwnCall, Stock, window_of
+from .slots import Slots, is_recurrent, leaves_of, note_position, position, set_slots, slots_of
 from .undo import Undo
 
-Slots = list[Any]
-Stock = Callable[..., Any]
-
-_local = threading.local()
-_tapes: dict[int, Tape] = {}
+#: Where a cache object keeps the recorder that it has while it speculates (`cache.trim`).
+LOG = "_rewind_log"
 
 
-def window_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Tokens in a layer call: the second axis of its first array of two or more axes."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, mx.array) and value.ndim >= 2:
-            return int(value.shape[1])
-    return 0
+#: fn(m) returns the slots after the first m tokens of a forward.
+OwnUndo = Callable[[int], list[Any]]
+
+
+class Recorder(Protocol):
+    """Is told of every forward that writes the slots of a cache."""
+
+    def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any: ...
+
+    def record_own(self, window: int, fn: OwnUndo, before: list[Any]) -> None: ...
+
+
+_tapes: dict[int, Recorder] = {}
+
+
+def recorder_of(cache: Any) -> Recorder | None:
+    return _tapes.get(id(cache)) or vars(cache).get(LOG)
 
 
 def recorded_call(stock: Stock, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer that writes slots: onto the tape of its cache where a round is open."""
-    cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)), None)
+    given = (leaf for value in (*args, *kwargs.values()) for leaf in leaves_of(value))
+    cache = next((leaf for leaf in given if is_recurrent(leaf)), None)
     if cache is None:
         return stock(layer, *args, **kwargs)
     known = position(cache)
-    tape = _tapes.get(id(cache))
-    if tape is None:
+    recorder = recorder_of(cache)
+    if recorder is None:
         output = stock(layer, *args, **kwargs)
     else:
-        output = tape.record(stock, layer, args, kwargs)
+        output = recorder.record(stock, layer, args, kwargs)
     if known is not None:
         counts = "_rewind_counts" in vars(layer)
         note_position(cache, known + counts * window_of(args, kwargs))
     return output
 
 
-def linear_call(stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
-    """Calls a Linear child of such a layer: recorded, or handed back in a replay."""
-    linears: _Linears | _Steps | None = getattr(_local, "linears", None)
-    return stock(linear, x) if linears is None else linears(stock, linear, x)
+def record_rollback(cache: Any, num_tokens: int, fn: OwnUndo, snapshot: list[Any]) -> None:
+    """For model files: how to take back the forward that writes the slots of `cache`.
 
+    A recurrence that is written outside any layer, or that knows a cheaper undo than to run again,
+    calls this once per forward. Without an open Round or `start_speculation` it has no effect.
 
-class _Linears:
-    """The Linear outputs of one layer call: recorded first, handed back in a replay."""
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.outputs: dict[int, list[mx.array]] = {}
-        self._replay: dict[int, deque[mx.array]] | None = None
-        self._kept = 0
-
-    def replay(self, kept: int) -> None:
-        self._replay = {key: deque(outputs) for key, outputs in self.outputs.items()}
-        self._kept = kept
-
-    def __call__(self, stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
-        windowed = x.ndim >= 3 and x.shape[1] == (self._kept or self.window)
-        recorded = self._replay.get(id(linear)) if self._replay else None
-        if windowed and recorded:
-            return recorded.popleft()[:, : self._kept]
-        output: mx.array = stock(linear, x)
-        if windowed and self._replay is None:
-            self.outputs.setdefault(id(linear), []).append(output)
-        return output
-
-
-class _Steps:
-    """One layer call over a window, taken token by token.
-
-    A Linear child that is given the layer's own input computes the whole window once. So does the
-    one whose output the layer returns. What lies between them sees single tokens.
+    cache         the `ArraysCache` that the forward writes
+    num_tokens    tokens that the forward feeds, S
+    fn            fn(m) returns the slots after the first m of them, 1 <= m <= S
+    snapshot      the slots before it; they are kept by reference and must not be written in place
     """
-
-    def __init__(self) -> None:
-        self._whole: dict[tuple[int, int], mx.array] = {}
-        self._inputs: dict[int, mx.array] = {}
-        self._last: list[tuple[Stock, nn.Module, mx.array, mx.array]] = []
-        self._step = 0
-
-    def at(self, step: int, args: Any, window: int) -> Any:
-        """Cuts the arguments to one token, and remembers what they were cut from."""
-        self._step, self._inputs = step, {}
-
-        def cut(value: Any) -> Any:
-            if not (isinstance(value, mx.array) and value.ndim >= 2 and value.shape[1] == window):
-                return value
-            token = value[:, step : step + 1]
-            self._inputs[id(token)] = value
-            return token
-
-        return tree_map(cut, args)
-
-    def __call__(self, stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
-        source = self._inputs.get(id(x))
-        if source is None:
-            output = stock(linear, x)
-            self._last[self._step :] = [(stock, linear, x, output)]
-            return output
-        key = (id(linear), id(source))
-        if key not in self._whole:
-            self._whole[key] = stock(linear, source)
-        return self._whole[key][:, self._step : self._step + 1]
-
-    def join(self, outputs: list[mx.array]) -> mx.array:
-        last = self._last if len(self._last) == len(outputs) else []
-        if last and all(out is given for out, (*_, given) in zip(outputs, last, strict=True)):
-            stock, linear, *_ = last[0]
-            return stock(linear, mx.concatenate([x for *_, x, _ in last], axis=1))
-        return mx.concatenate(outputs, axis=1)
-
-
-@dataclass
-class _Call:
-    """One recorded call of a layer, and the slots before it."""
-
-    stock: Stock
-    layer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    before: Slots
-
-    def __post_init__(self) -> None:
-        self.window = window_of(self.args, self.kwargs)
-        self._by_steps = self.window > 1 and "_rewind_steps" in vars(self.layer)
-        self._steps, self._linears = _Steps(), _Linears(self.window)
-
-    def run(self) -> Any:
-        if self._by_steps:
-            return self._steps.join(self._step(self.window))
-        return self._stock(self._linears if self.window > 1 else None, self.args, self.kwargs)
-
-    def replay(self, kept: int) -> None:
-        """Runs the layer on its first `kept` inputs; what counts is what it does to the slots."""
-        if self._by_steps:
-            self._step(kept)
-            return
-
-        def cut(value: Any) -> Any:
-            windowed = isinstance(value, mx.array) and value.ndim >= 2
-            return value[:, :kept] if windowed and value.shape[1] == self.window else value
-
-        args, kwargs = tree_map(cut, [list(self.args), self.kwargs])
-        self._linears.replay(kept)
-        self._stock(self._linears, args, kwargs)
-
-    def _step(self, count: int) -> list[mx.array]:
-        outputs = []
-        for step in range(count):
-            args, kwargs = self._steps.at(step, [list(self.args), self.kwargs], self.window)
-            outputs.append(self._stock(self._steps, args, kwargs))
-        return outputs
-
-    def _stock(self, linears: _Linears | _Steps | None, args: Any, kwargs: dict[str, Any]) -> Any:
-        _local.linears = linears
-        try:
-            return self.stock(self.layer, *args, **kwargs)
-        finally:
-            _local.linears = None
+    recorder = recorder_of(cache)
+    if recorder is not None:
+        recorder.record_own(num_tokens, fn, list(snapshot))
 
 
 @dataclass
 class Tape:
-    """What one `ArraysCache` went through in one round.
+    """What one recurrent cache went through in one round.
 
     calls_per_forward   layer calls that write it in one forward
+    replays_steps       whether forwards of one token may have to run again too
     """
 
     cache: Any
     calls_per_forward: int
-    calls: list[_Call] = field(default_factory=list)
+    replays_steps: bool = False
+    calls: list[Call | OwnCall] = field(default_factory=list)
 
     def start(self) -> None:
         if id(self.cache) in _tapes:
@@ -205,86 +102,98 @@ class Tape:
             del _tapes[id(self.cache)]
 
     def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        call = _Call(stock, layer, args, kwargs, list(self.cache.cache))
+        keep_linears = self.replays_steps or window_of(args, kwargs) > 1
+        before = slots_of(self.cache)
+        call = Call(stock, layer, args, kwargs, self.cache, before, keep_linears)
         self.calls.append(call)
         return call.run()
+
+    def record_own(self, window: int, fn: OwnUndo, before: list[Any]) -> None:
+        self.calls.append(OwnCall(self.cache, window, fn, dict(enumerate(before))))
 
     @property
     def fed(self) -> int:
         return sum(call.window for call in self.calls) // self.calls_per_forward
 
+    def forward_of(self, kept: int) -> tuple[int, int]:
+        """Index of the first call of the forward that fed token `kept` (from 1), tokens before."""
+        first = before = 0
+        while kept - before > self.calls[first].window:
+            before += self.calls[first].window
+            first += self.calls_per_forward
+        return first, before
+
     def seek(self, kept: int) -> None:
         """Sets the slots to what they are after `kept` of the recorded tokens, one or more."""
-        first = 0
-        while kept > self.calls[first].window:
-            kept -= self.calls[first].window
-            first += self.calls_per_forward
+        first, before = self.forward_of(kept)
         forward = self.calls[first : first + self.calls_per_forward]
         following = self.calls[first + self.calls_per_forward :]
-        if kept == forward[0].window and following:
-            self.cache.cache = list(following[0].before)
+        if kept - before == forward[0].window and following:
+            set_slots(self.cache, following[0].before)
             return
-        self.cache.cache = list(forward[0].before)
+        set_slots(self.cache, forward[0].before)
         for call in forward:
-            call.replay(kept)
+            call.replay(kept - before)
 
 
 class RetraceUndo(Undo):
-    """The undo of an `ArraysCache`: old slots, and the layer's own forward over the kept part."""
+    """The undo of a recurrent cache: old slots, and the layer's own forward over the kept part.
+
+    With `chained` it is one of many in a row (`cache.trim`), and may give up its slots.
+    """
 
     mechanism: ClassVar[str] = "retrace"
 
     def __init__(
-        self, cache: Any, single_steps: int | None = None, *, calls_per_forward: int = 1
+        self,
+        cache: Any,
+        single_steps: int | None = None,
+        *,
+        calls_per_forward: int = 1,
+        chained: bool = False,
     ) -> None:
         self._cache = cache
-        self._tape = Tape(cache, calls_per_forward)
-        self._before = (list(cache.cache), position(cache))
+        self.tape = Tape(cache, calls_per_forward, replays_steps=chained)
+        self._before, self._start = slots_of(cache), position(cache)
+        self._after: Slots | None = None
+        self._chained = chained
+        self._link: tuple[RetraceUndo, int] | None = None
 
     def start(self) -> None:
-        self._tape.start()
+        self.tape.start()
 
     def seal(self) -> int:
-        self._tape.stop()
-        self._fed = self._tape.fed
-        self._after = list(self._cache.cache)
+        self.tape.stop()
+        self._fed = self.tape.fed
+        if not self._chained:
+            self._after = slots_of(self._cache)
         return self._fed
 
     def rewind(self, kept: int) -> None:
-        slots, start = self._before
+        self._unchain()
         if kept == 0:
-            self._cache.cache = list(slots)
-        elif kept == self._fed:
-            self._cache.cache = list(self._after)
+            set_slots(self._cache, self._before)
+        elif kept == self._fed and self._after is not None:
+            set_slots(self._cache, self._after)
         else:
-            self._tape.seek(kept)
-        if start is not None:
-            note_position(self._cache, start + kept)
+            self.tape.seek(kept)
+        if self._start is not None:
+            note_position(self._cache, self._start + kept)
 
+    # -- a chain of forwards: only some of them hold slots ----------------------------------------
 
-# -- positions ------------------------------------------------------------------------------------
+    @property
+    def stands_alone(self) -> bool:
+        return self._link is None
 
+    def chain(self, previous: RetraceUndo, kept: int) -> None:
+        """Gives up the slots before: they are those after `kept` tokens of `previous`."""
+        self._link = (previous, kept)
+        self._before = self.tape.calls[0].before = {}
 
-#: Tokens in each recurrent cache, and the last slot that they were counted for.
-_positions: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[], mx.array | None]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def position(cache: Any) -> int | None:
-    """Tokens in an `ArraysCache`, None if unknown: slots do not tell, attached layers count.
-
-    The count holds only for the very array it was noted for, so a restored or edited cache is
-    unknown rather than wrong.
-    """
-    last = cache.cache[-1]
-    if last is None:
-        return 0
-    tokens, slot = _positions.get(cache, (None, None))
-    return tokens if slot is not None and slot() is last else None
-
-
-def note_position(cache: Any, tokens: int) -> None:
-    last = cache.cache[-1]
-    if last is not None:
-        _positions[cache] = tokens, weakref.ref(last)
+    def _unchain(self) -> None:
+        if self._link is not None:
+            previous, kept = self._link
+            previous.rewind(kept)
+            self._before = self.tape.calls[0].before = slots_of(self._cache)
+            self._link = None

@@ -23,8 +23,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from ..errors import UnsupportedCacheError
-from .attach import Attachment, attach, shape_of, walk
-from .retrace import RetraceUndo, position
+from .attach import Attachment, attach
+from .probe import shape_of, walk
+from .retrace import LOG, RetraceUndo
+from .slots import is_recurrent, position, slots_of
 from .undo import UNDOS, RingUndo, Undo
 
 
@@ -50,7 +52,7 @@ class Round:
     ) -> None:
         self._plan = plan or check(model, cache)
         self._single_steps = single_steps
-        self._undos: list[Undo] = []
+        self._undos: dict[str, Undo] = {}
         self._fed: int | None = None
         self._at = 0
         self._open = False
@@ -70,20 +72,21 @@ class Round:
 
     def open(self) -> Round:
         """Starts recording; what `with` does on entry."""
-        self._undos = [self._undo(label, entry) for label, entry in self._plan.leaves]
+        self._undos = {label: self._undo(label, entry) for label, entry in self._plan.leaves}
         self._open = True
         with ExitStack() as stack:
             stack.callback(self.abort)
-            for undo in self._undos:
+            undos = self._undos.values()
+            for undo in undos:
                 undo.start()
-            saved = [x for undo in self._undos if isinstance(undo, RingUndo) for x in undo.saved]
+            saved = [x for undo in undos if isinstance(undo, RingUndo) for x in undo.saved]
             if saved:
                 mx.async_eval(saved)
             stack.pop_all()
         return self
 
     def _undo(self, label: str, entry: Any) -> Undo:
-        if type(entry) is ArraysCache:
+        if label in self._plan.calls:
             return RetraceUndo(entry, calls_per_forward=self._plan.calls[label])
         return UNDOS[type(entry)](entry, self._single_steps)
 
@@ -91,7 +94,7 @@ class Round:
         """Ends the recording and returns the number of tokens fed. Idempotent."""
         self._require_open()
         if self._fed is None:
-            fed = [undo.seal() for undo in self._undos]
+            fed = [undo.seal() for undo in self._undos.values()]
             self._fed = self._at = max(fed, default=0)
             self._uneven = min(fed, default=0) != self._fed
             self._marks = self._where()
@@ -133,16 +136,28 @@ class Round:
     def _move(self, kept: int) -> None:
         moved = False
         try:
-            for undo in self._undos:
+            for label, siblings in self._plan.siblings.items():
+                self._retrace(label, siblings, kept)
+            for undo in self._undos.values():
                 undo.rewind(kept)
             self._at = kept
             self._marks = self._where()
             moved = True
         finally:
             if not moved:
-                for undo in self._undos:
+                for undo in self._undos.values():
                     undo.rewind(0)
                 self._at, self._marks = 0, self._where()
+
+    def _retrace(self, label: str, siblings: list[str], kept: int) -> None:
+        """Rewinds a recurrent cache whose layer is given attention caches too: as they were."""
+        undo = self._undos[label]
+        assert isinstance(undo, RetraceUndo)
+        if kept:
+            _, before = undo.tape.forward_of(kept)
+            for sibling in siblings:
+                self._undos[sibling].rewind(before)
+            undo.rewind(kept)
 
     @property
     def is_open(self) -> bool:
@@ -152,12 +167,12 @@ class Round:
         """Slots and offsets, which tell whether a cache was touched since."""
         marks: list[Any] = []
         for _, entry in self._plan.leaves:
-            marks += entry.cache if type(entry) is ArraysCache else [entry.offset]
+            marks += slots_of(entry).values() if is_recurrent(entry) else [entry.offset]
         return marks
 
     def _close(self) -> None:
         self._open = False
-        self._undos = []
+        self._undos = {}
 
     def _require_open(self) -> None:
         if not self._open:
@@ -210,7 +225,7 @@ class Checkpoint:
 def _attributes(entry: Any) -> dict[str, Any]:
     """The attributes of a cache object. A ring overwrites what is valid, so it gets new handles."""
     attributes = dict(vars(entry))
-    if type(entry) is ArraysCache:
+    if isinstance(entry, ArraysCache):
         attributes["cache"] = list(entry.cache)
     if type(entry) is RotatingKVCache and entry.keys is not None:
         attributes.update({side: attributes[side][...] for side in ("keys", "values")})
@@ -221,45 +236,56 @@ def _attributes(entry: Any) -> dict[str, Any]:
 class Plan:
     """A prompt cache that rounds can undo.
 
-    leaves    (label, cache object), children of a `CacheList` in its place
-    calls     label of a recurrent cache -> layer calls that write it in one forward
+    leaves      (label, cache object), children of a `CacheList` in its place, without unused ones
+    calls       label of a recurrent cache -> layer calls that write it in one forward
+    siblings    label of a recurrent cache -> labels of the caches that the same calls are given
     """
 
     leaves: list[tuple[str, Any]]
     calls: dict[str, int]
+    siblings: dict[str, list[str]]
 
 
 def check(model: nn.Module, cache: list[Any]) -> Plan:
     """Plans the rounds over a prompt cache.
 
-    Raises `UnsupportedCacheError` for a class without an undo, for a cache of another model, and
-    for caches that hold different numbers of tokens; `UnsupportedModelError` as `attach` does.
+    Raises `UnsupportedCacheError` for a class without an undo, for a cache of another model, for
+    one that is speculating already, and for caches that hold different numbers of tokens;
+    `UnsupportedModelError` as `attach` does.
     """
     leaves = list(walk(cache))
     for label, entry in leaves:
-        if type(entry) not in UNDOS and type(entry) is not ArraysCache:
-            known = ", ".join(sorted(c.__name__ for c in (*UNDOS, ArraysCache)))
-            raise UnsupportedCacheError(
-                f"cache {label} is a {type(entry).__name__}, which cannot be rolled back "
-                f"(supported: {known})"
-            )
-        if type(entry) is ArraysCache and (
-            entry.left_padding is not None or entry.lengths is not None
-        ):
-            raise UnsupportedCacheError(
-                f"cache {label} (ArraysCache) has left_padding or lengths: it belongs to a batch; "
-                "extract its rows and open one Round per row"
-            )
+        _check_class(label, entry)
     attachment = attach(model)
     _check_layout(attachment, dict(leaves))
-    check_positions(leaves)
-    return Plan(leaves, attachment.calls)
+    used = [(label, entry) for label, entry in leaves if label not in attachment.unused]
+    check_positions(used)
+    siblings = {label: others for label, others in attachment.siblings.items() if others}
+    return Plan(used, attachment.calls, siblings)
+
+
+def _check_class(label: str, entry: Any) -> None:
+    name = type(entry).__name__
+    if LOG in vars(entry):
+        raise UnsupportedCacheError(
+            f"cache {label} ({name}) is speculating: call stop_speculation(cache) first"
+        )
+    if type(entry) not in UNDOS and not is_recurrent(entry):
+        known = ", ".join(sorted(c.__name__ for c in (*UNDOS, ArraysCache)))
+        raise UnsupportedCacheError(
+            f"cache {label} is a {name}, which cannot be rolled back (supported: {known})"
+        )
+    if type(entry) is ArraysCache and (entry.left_padding is not None or entry.lengths is not None):
+        raise UnsupportedCacheError(
+            f"cache {label} (ArraysCache) has left_padding or lengths: it belongs to a batch; "
+            "extract its rows and open one Round per row"
+        )
 
 
 def _check_layout(attachment: Attachment, leaves: dict[str, Any]) -> None:
     """Refuses a prompt cache with other parts than the model makes, or parts of other shapes."""
     expected = attachment.calls.keys() | attachment.shapes.keys()
-    recurrent = {label for label, entry in leaves.items() if type(entry) is ArraysCache}
+    recurrent = {label for label, entry in leaves.items() if is_recurrent(entry)}
     if leaves.keys() != expected or recurrent != attachment.calls.keys():
         raise UnsupportedCacheError(
             f"the prompt cache is not one of this model's: caches at {sorted(leaves)}, recurrent "
@@ -279,7 +305,7 @@ def check_positions(leaves: list[tuple[str, Any]]) -> None:
     """Refuses a prompt cache whose parts are known to hold different numbers of tokens."""
     known: dict[int, str] = {}
     for label, entry in leaves:
-        tokens = position(entry) if type(entry) is ArraysCache else entry.offset
+        tokens = position(entry) if is_recurrent(entry) else entry.offset
         if tokens is not None:
             known.setdefault(int(tokens), f"cache {label} ({type(entry).__name__})")
     if len(known) > 1:

@@ -27,6 +27,13 @@ from mlx_lm.models.cache import (
 )
 
 
+def stock_class(cache: Any) -> type:
+    """The class of a cache object, under the one that it has while it speculates (`cache.trim`)."""
+    kind = type(cache)
+    base: type = vars(kind).get("_rewind_base", kind)
+    return base
+
+
 class Undo(ABC):
     """Watches one cache while a round is open, and takes it back."""
 
@@ -54,17 +61,21 @@ class TrimUndo(Undo):
 
     def __init__(self, cache: Any, single_steps: int | None = None) -> None:
         self._cache = cache
-        self._before = (cache.keys, cache.values, cache.offset)
+        self._empty, self._start = cache.keys is None, cache.offset
 
     def seal(self) -> int:
-        self._after = (self._cache.keys, self._cache.values)
-        return int(self._cache.offset - self._before[2])
+        if self._empty:
+            self._after = (self._cache.keys, self._cache.values)
+        return int(self._cache.offset - self._start)
 
     def rewind(self, kept: int) -> None:
-        was_empty = self._before[0] is None
-        keys, values = self._before[:2] if kept == 0 and was_empty else self._after
-        self._cache.keys, self._cache.values = keys, values
-        self._cache.offset = self._before[2] + kept
+        if self._empty:
+            self._cache.keys, self._cache.values = self._after if kept else (None, None)
+        self._cache.offset = self._start + kept
+
+    def follow(self, cache: Any) -> None:
+        """Goes on with another object that holds the same tokens: the quantised cache."""
+        self._cache, self._after = cache, (cache.keys, cache.values)
 
 
 class CutUndo(Undo):
@@ -110,12 +121,13 @@ class _AppendLog:
     def __init__(self, cache: Any, guard: Callable[[int], None]) -> None:
         self.appends: list[_Append] = []
         self._cache = cache
+        self._stock: Any = stock_class(cache)
 
         def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
             guard(keys.shape[2])
             start = vars(cache).get("start_position", 0)
             self.appends.append(_Append(keys, values, start))
-            return type(cache).update_and_fetch(cache, keys, values)
+            return self._stock.update_and_fetch(cache, keys, values)
 
         self._hook = update_and_fetch
 
@@ -135,9 +147,10 @@ class _AppendLog:
             if kept <= 0:
                 return
             if append.start != vars(self._cache).get("start_position", 0):
-                self._cache.maybe_trim_front()
+                self._stock.maybe_trim_front(self._cache)
             length = min(kept, append.length)
-            self._cache.update_and_fetch(append.keys[:, :, :length], append.values[:, :, :length])
+            keys, values = (x[:, :, :length] for x in (append.keys, append.values))
+            self._stock.update_and_fetch(self._cache, keys, values)
             kept -= length
 
 

@@ -1,0 +1,209 @@
+"""One layer call of a window: recorded, and made again on the part that is kept.
+
+`Call` runs the layer's own forward. Its Linear children go through `linear_call`, which records
+their outputs in the first run and hands them back in a replay. The recorder travels on the thread,
+and only inside a layer's call: two threads can share a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.models.cache import CacheList
+
+from .slots import Slots, set_slots
+from .undo import UNDOS, stock_class
+
+Stock = Callable[..., Any]
+
+_local = threading.local()
+_AGAIN = object()
+
+
+def window_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Tokens in a layer call: the second axis of its first array of two or more axes."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, mx.array) and value.ndim >= 2:
+            return int(value.shape[1])
+    return 0
+
+
+def linear_call(stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
+    """Calls a Linear child of such a layer: recorded, or handed back in a replay."""
+    linears: _Linears | _Steps | None = getattr(_local, "linears", None)
+    return stock(linear, x) if linears is None else linears(stock, linear, x)
+
+
+class _Linears:
+    """The Linear outputs of one layer call: recorded first, handed back in a replay."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.outputs: dict[int, list[mx.array]] = {}
+        self._replay: dict[int, deque[mx.array]] | None = None
+        self._kept = 0
+
+    def replay(self, kept: int) -> None:
+        self._replay = {key: deque(outputs) for key, outputs in self.outputs.items()}
+        self._kept = kept
+
+    def __call__(self, stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
+        windowed = x.ndim >= 3 and x.shape[1] == (self._kept or self.window)
+        recorded = self._replay.get(id(linear)) if self._replay else None
+        if windowed and recorded:
+            return recorded.popleft()[:, : self._kept]
+        output: mx.array = stock(linear, x)
+        if windowed and self._replay is None:
+            self.outputs.setdefault(id(linear), []).append(output)
+        return output
+
+
+class _Steps:
+    """One layer call over a window, taken token by token.
+
+    A Linear child that is given the layer's own input computes the whole window once. So does the
+    one whose output the layer returns. What lies between them sees single tokens.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[tuple[int, int], mx.array] = {}
+        self._inputs: dict[int, mx.array] = {}
+        self._last: list[tuple[Stock, nn.Module, mx.array, mx.array]] = []
+        self._step = 0
+
+    def at(self, step: int, args: Any, window: int) -> Any:
+        """Cuts the arguments to one token, and remembers what they were cut from."""
+        self._step, self._inputs = step, {}
+
+        def cut(value: Any) -> Any:
+            if not (isinstance(value, mx.array) and value.ndim >= 2 and value.shape[1] == window):
+                return value
+            token = value[:, step : step + 1]
+            self._inputs[id(token)] = value
+            return token
+
+        return tree_map(cut, args)
+
+    def __call__(self, stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
+        source = self._inputs.get(id(x))
+        if source is None:
+            output = stock(linear, x)
+            self._last[self._step :] = [(stock, linear, x, output)]
+            return output
+        key = (id(linear), id(source))
+        if key not in self._whole:
+            self._whole[key] = stock(linear, source)
+        return self._whole[key][:, self._step : self._step + 1]
+
+    def join(self, outputs: list[mx.array]) -> mx.array:
+        last = self._last if len(self._last) == len(outputs) else []
+        if last and all(out is given for out, (*_, given) in zip(outputs, last, strict=True)):
+            stock, linear, *_ = last[0]
+            return stock(linear, mx.concatenate([x for *_, x, _ in last], axis=1))
+        return mx.concatenate(outputs, axis=1)
+
+
+@dataclass
+class Call:
+    """One recorded call of a layer that writes the slots of `cache`, and the slots before it."""
+
+    stock: Stock
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cache: Any
+    before: Slots
+    keep_linears: bool = True
+
+    def __post_init__(self) -> None:
+        self.window = window_of(self.args, self.kwargs)
+        self._by_steps = self.window > 1 and "_rewind_steps" in vars(self.layer)
+        self._steps, self._linears = _Steps(), _Linears(self.window)
+        given = (*self.args, *self.kwargs.values())
+        self._dicts = {id(value): dict(value) for value in given if isinstance(value, dict)}
+
+    def run(self) -> Any:
+        if self._by_steps:
+            return self._steps.join(self._step(self.window, self.args, self.kwargs))
+        linears = self._linears if self.keep_linears else None
+        return self._stock(linears, self.args, self.kwargs)
+
+    def replay(self, kept: int) -> None:
+        """Runs the layer on its first `kept` inputs; what counts is what it does to the slots.
+
+        Attention caches among the arguments must be as they were before the call; they stay so.
+        """
+        args = [self._again(value, kept) for value in self.args]
+        kwargs = {name: self._again(value, kept) for name, value in self.kwargs.items()}
+        if self._by_steps:
+            self._step(kept, args, kwargs)
+        else:
+            self._linears.replay(kept)
+            self._stock(self._linears, args, kwargs)
+
+    def _again(self, value: Any, kept: int) -> Any:
+        """An argument for a replay of `kept` tokens. Steps are cut from the whole window."""
+        if isinstance(value, dict):
+            return self._shared(value, kept)
+        if isinstance(value, CacheList):
+            return CacheList(*(self._again(child, kept) for child in value.caches))
+        if stock_class(value) in UNDOS:
+            return _twin(value)
+        return value if self._by_steps else tree_map(partial(self._cut, kept=kept), value)
+
+    def _shared(self, value: dict[Any, Any], kept: int) -> dict[Any, Any]:
+        """Stands in for a dict that the layers of one forward share: the same one for all."""
+        again: dict[int, dict[Any, Any]] = value.setdefault(_AGAIN, {})
+        if kept not in again:
+            before = self._dicts[id(value)]
+            again[kept] = {
+                key: self._cut(x, kept) for key, x in before.items() if key is not _AGAIN
+            }
+        return again[kept]
+
+    def _cut(self, value: Any, kept: int) -> Any:
+        windowed = isinstance(value, mx.array) and value.ndim >= 2
+        return value[:, :kept] if windowed and value.shape[1] == self.window else value
+
+    def _step(self, count: int, args: Any, kwargs: Any) -> list[mx.array]:
+        outputs = []
+        for step in range(count):
+            cut_args, cut_kwargs = self._steps.at(step, [list(args), kwargs], self.window)
+            outputs.append(self._stock(self._steps, cut_args, cut_kwargs))
+        return outputs
+
+    def _stock(self, linears: _Linears | _Steps | None, args: Any, kwargs: dict[str, Any]) -> Any:
+        _local.linears = linears
+        try:
+            return self.stock(self.layer, *args, **kwargs)
+        finally:
+            _local.linears = None
+
+
+def _twin(entry: Any) -> Any:
+    """A copy of an attention cache. What is appended to it does not touch the cache."""
+    twin = copy.copy(entry)
+    twin.keys, twin.values = tree_map(lambda x: x[...], (entry.keys, entry.values))
+    return twin
+
+
+@dataclass
+class OwnCall:
+    """A window of a recurrence that brings its own undo, see `record_rollback`."""
+
+    cache: Any
+    window: int
+    slots_after: Callable[[int], list[Any]]
+    before: Slots
+
+    def replay(self, kept: int) -> None:
+        set_slots(self.cache, dict(enumerate(self.slots_after(kept))))
