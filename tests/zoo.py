@@ -229,6 +229,9 @@ def _state_of(cache: Any) -> Iterator[tuple[str, mx.array]]:
     elif isinstance(cache, ArraysCache):
         for i, slot in enumerate(cache.cache):
             yield f"{name} slot {i}", mx.array([]) if slot is None else slot
+    elif name == "LayerCache":  # of deepseek_v41: attributes that are arrays or None
+        for slot, value in vars(cache).items():
+            yield f"{name} {slot}", mx.array([]) if value is None else mx.array(value)
     else:
         yield f"{name} offset", mx.array(cache.offset)
         if cache.keys is not None:

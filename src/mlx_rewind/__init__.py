@@ -2,7 +2,9 @@
 
 from .cache.attach import attach, detach
 from .cache.describe import CacheRecord, inspect
+from .cache.retrace import record_rollback
 from .cache.round import Round
+from .cache.trim import speculative_prompt_cache, start_speculation, stop_speculation
 from .draft.model import DraftModel
 from .draft.ngram import NGram, Prediction
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
@@ -28,5 +30,9 @@ __all__ = [
     "inspect",
     "load",
     "load_draft",
+    "record_rollback",
+    "speculative_prompt_cache",
+    "start_speculation",
+    "stop_speculation",
     "stream_generate",
 ]

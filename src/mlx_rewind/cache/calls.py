@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList
 
-from .slots import Slots, set_slots
+from .slots import Slots, leaves_of, set_slots
 from .undo import UNDOS, stock_class
 
 Stock = Callable[..., Any]
@@ -129,6 +129,8 @@ class Call:
         self._by_steps = self.window > 1 and "_rewind_steps" in vars(self.layer)
         self._steps, self._linears = _Steps(), _Linears(self.window)
         given = (*self.args, *self.kwargs.values())
+        leaves = (leaf for value in given for leaf in leaves_of(value))
+        self._attends = any(stock_class(leaf) in UNDOS for leaf in leaves)
         self._dicts = {id(value): dict(value) for value in given if isinstance(value, dict)}
 
     def run(self) -> Any:
@@ -171,8 +173,15 @@ class Call:
         return again[kept]
 
     def _cut(self, value: Any, kept: int) -> Any:
-        windowed = isinstance(value, mx.array) and value.ndim >= 2
-        return value[:, :kept] if windowed and value.shape[1] == self.window else value
+        """The part of an array that belongs to the first `kept` tokens; other values as they are.
+
+        Inputs are [B, S, ...]. Of a mask [..., S, T], the last columns are the window's too.
+        """
+        if not isinstance(value, mx.array) or value.ndim < 2:
+            return value
+        if self._attends and value.ndim != 3 and value.shape[-2] == self.window:
+            return value[..., :kept, : value.shape[-1] - self.window + kept]
+        return value[:, :kept] if value.shape[1] == self.window else value
 
     def _step(self, count: int, args: Any, kwargs: Any) -> list[mx.array]:
         outputs = []
@@ -192,7 +201,8 @@ class Call:
 def _twin(entry: Any) -> Any:
     """A copy of an attention cache. What is appended to it does not touch the cache."""
     twin = copy.copy(entry)
-    twin.keys, twin.values = tree_map(lambda x: x[...], (entry.keys, entry.values))
+    if entry.keys is not None:
+        twin.keys, twin.values = tree_map(lambda x: x[...], (entry.keys, entry.values))
     return twin
 
 

@@ -42,6 +42,11 @@ class Undo(ABC):
     @abstractmethod
     def __init__(self, cache: Any, single_steps: int | None = None) -> None: ...
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it needs no other undo to rewind."""
+        return True
+
     def start(self) -> None:  # noqa: B027
         """Begins to watch; an undo that only compares before and after needs nothing."""
 

@@ -1,0 +1,290 @@
+"""The trim protocol: `cache.trim(n)` undoes exactly, for engines that are built around it.
+
+    start_speculation(model, cache)
+    model(window, cache=cache)                   # any number of forwards
+    for entry in cache: entry.trim(rejected)     # or mlx_lm's trim_prompt_cache
+    stop_speculation(cache)
+
+Each cache keeps a log of its last forwards, each with the undo that a `Round` would use for it:
+
+    log   [ forward of 5 | forward of 1 | forward of 3 ]        trim(2): the last one keeps 1
+            `---------------- window ---------------'
+
+A recurrent cache need not hold its slots before every forward: they follow from the forward before.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache as memoize
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from .calls import Stock, window_of
+from .probe import walk
+from .retrace import LOG, OwnUndo, RetraceUndo
+from .round import check
+from .slots import is_recurrent
+from .undo import UNDOS, TrimUndo, Undo, stock_class
+
+#: Tokens between two states that a recurrent cache keeps.
+_SPACING = 16
+
+
+def start_speculation(model: nn.Module, cache: list[Any], window: int = 64) -> None:
+    """Makes every cache of a prompt cache of `model` trimmable until `stop_speculation`.
+
+    Between the two, `is_trimmable()` is true and `trim(n)` takes back the last n tokens exactly,
+    across any number of forwards, up to `window` of them. Beyond it `trim` raises ValueError and
+    changes nothing. A forward of more than `window` tokens (prefill) is not recorded and cannot be
+    taken back. The objects stay what they are: they can be saved, copied (the copy is stock again)
+    and fed as before.
+
+    Raises `UnsupportedCacheError` or `UnsupportedModelError`, with nothing changed, where a `Round`
+    would, and for a prompt cache that speculates already.
+    """
+    if operator.index(window) < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}")
+    plan = check(model, cache)
+    logs = {
+        label: _RecurrentLog(entry, window, plan.calls[label])
+        if is_recurrent(entry)
+        else _Log(entry, window)
+        for label, entry in plan.leaves
+    }
+    for label, log in logs.items():
+        log.siblings = [logs[sibling] for sibling in plan.siblings.get(label, ())]
+        log.watch(log.cache)
+
+
+def stop_speculation(cache: list[Any]) -> None:
+    """Makes the caches stock again and drops what was recorded. Without effect on stock caches."""
+    for _, entry in walk(cache):
+        if vars(entry).pop(LOG, None) is not None:
+            entry.__class__ = stock_class(entry)
+
+
+def speculative_prompt_cache(
+    model: nn.Module, draft_model: nn.Module, window: int = 64
+) -> list[Any]:
+    """A prompt cache for mlx-lm's own speculative decoding, exact for every model.
+
+        cache = speculative_prompt_cache(model, draft_model)
+        speculative_generate_step(prompt, model, draft_model, prompt_cache=cache)   # mlx_lm's
+
+    It holds fresh caches of the model, then of the draft model, all of them speculating.
+
+    Raises what `start_speculation` raises.
+    """
+    ours, drafts = make_prompt_cache(model), make_prompt_cache(draft_model)
+    start_speculation(model, ours, window)
+    start_speculation(draft_model, drafts, window)
+    return _TwoCaches(ours, drafts, boundary=len(model.layers))
+
+
+class _TwoCaches(list[Any]):
+    """mlx-lm cuts the list at the number of the model's layers, not of its caches."""
+
+    def __init__(self, ours: list[Any], drafts: list[Any], boundary: int) -> None:
+        super().__init__([*ours, *drafts])
+        self._count, self._boundary = len(ours), boundary
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == slice(None, self._boundary):
+            index = slice(None, self._count)
+        elif index == slice(self._boundary, None):
+            index = slice(self._count, None)
+        return super().__getitem__(index)
+
+
+class _Log:
+    """The last forwards of one cache: each undo, and the tokens of it that are in the cache."""
+
+    def __init__(self, cache: Any, window: int) -> None:
+        self.cache, self.window = cache, window
+        self.siblings: list[_Log] = []
+        self._stock: Any = type(cache)
+        self._forwards: list[tuple[Any, int]] = []
+        self._opened: Undo | None = None
+
+    def watch(self, cache: Any) -> None:
+        """Swaps the class of a cache object for one that tells this log."""
+        self.cache, self._stock = cache, type(cache)
+        cache.__class__ = _speculating(self._stock)
+        vars(cache)[LOG] = self
+
+    @property
+    def depth(self) -> int:
+        return min(sum(kept for _, kept in self._forwards), self.window)
+
+    # -- forwards -------------------------------------------------------------------------------
+
+    def open(self) -> Undo:
+        """The undo of the next forward, also where a model touches the cache before it appends."""
+        self._opened = self._opened or UNDOS[self._stock](self.cache)
+        return self._opened
+
+    def append(self, keys: Any, values: Any) -> Any:
+        fed = keys.shape[2]
+        undo, self._opened = self._opened, None
+        if fed > self.window:
+            self._forwards.clear()
+            return self._stock.update_and_fetch(self.cache, keys, values)
+        undo = undo or UNDOS[self._stock](self.cache, single_steps=1 if fed == 1 else None)
+        undo.start()
+        append = vars(self.cache).get("update_and_fetch")  # where the undo wants to see it
+        try:
+            if append is None:
+                return self._stock.update_and_fetch(self.cache, keys, values)
+            return append(keys, values)
+        finally:
+            self._push(undo, undo.seal())
+
+    def _push(self, undo: Undo, fed: int) -> None:
+        """Adds a forward, and drops the oldest that the window does not need."""
+        self._forwards.append((undo, fed))
+        held = 0
+        for i, (known, kept) in reversed(list(enumerate(self._forwards))):
+            held += kept
+            if held >= self.window and known.stands_alone:
+                del self._forwards[:i]
+                return
+
+    def follow(self, cache: Any) -> Any:
+        """Goes on with the quantised form of the cache."""
+        for undo, _ in self._forwards:
+            undo.follow(cache)
+        self.watch(cache)
+        return cache
+
+    # -- trim -----------------------------------------------------------------------------------
+
+    def trim(self, n: int) -> int:
+        n = operator.index(n)
+        if not 0 <= n <= self.depth:
+            raise ValueError(
+                f"trim(n) can undo 0 to {self.depth} tokens here (window={self.window}, forwards "
+                f"that are longer are not recorded), got {n}"
+            )
+        left = n
+        while left:
+            undo, fed = self._forwards.pop()
+            kept = max(fed - left, 0)
+            for sibling in self.siblings:
+                sibling.rewind_last(n - left + fed)
+            undo.rewind(kept)
+            left -= fed - kept
+            if kept:
+                self._forwards.append((undo, kept))
+        return n
+
+    def rewind_last(self, n: int) -> None:
+        """Takes back the last n tokens, whole forwards, of which the log still knows."""
+        for undo, fed in reversed(self._forwards):
+            if n <= 0:
+                return
+            undo.rewind(0)
+            n -= fed
+
+
+class _RecurrentLog(_Log):
+    """The same for slots, whose forwards are layer calls."""
+
+    def __init__(self, cache: Any, window: int, calls_per_forward: int) -> None:
+        super().__init__(cache, window)
+        self._calls_per_forward = calls_per_forward
+
+    def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        undo = self._next(window_of(args, kwargs))
+        if undo is None:
+            return stock(layer, *args, **kwargs)
+        output = undo.tape.record(stock, layer, args, kwargs)
+        self._finish(undo)
+        return output
+
+    def record_own(self, fed: int, fn: OwnUndo, before: list[Any]) -> None:
+        undo = self._next(fed)
+        if undo is not None:
+            undo.tape.record_own(fed, fn, before)
+            self._finish(undo)
+
+    def _next(self, fed: int) -> RetraceUndo | None:
+        if fed > self.window:
+            self._forwards.clear()
+            return None
+        if self._opened is None:
+            self._opened = RetraceUndo(
+                self.cache, calls_per_forward=self._calls_per_forward, chained=True
+            )
+        assert isinstance(self._opened, RetraceUndo)
+        return self._opened
+
+    def _finish(self, undo: RetraceUndo) -> None:
+        if len(undo.tape.calls) == self._calls_per_forward:
+            self._opened = None
+            self._thin()
+            self._push(undo, undo.seal())
+
+    def _thin(self) -> None:
+        """The last forward so far gives up its slots, unless it is time to keep some."""
+        since = 0
+        for undo, kept in reversed(self._forwards[:-1]):
+            since += kept
+            if undo.stands_alone:
+                break
+        if 0 < since < _SPACING and not self.siblings:
+            (previous, kept), (last, _) = self._forwards[-2:]
+            last.chain(previous, kept)
+
+
+@memoize
+def _speculating(base: Any) -> type:
+    """A subclass of a stock cache class whose instances tell their log of every forward."""
+
+    def is_trimmable(self: Any) -> bool:
+        return True
+
+    def trim(self: Any, n: int) -> int:
+        trimmed: int = vars(self)[LOG].trim(n)
+        return trimmed
+
+    def as_stock(self: Any, protocol: int) -> Any:
+        attributes = {name: value for name, value in vars(self).items() if name != LOG}
+        return _remade, (base, attributes)
+
+    methods: dict[str, Any] = {
+        "is_trimmable": is_trimmable,
+        "trim": trim,
+        "__reduce_ex__": as_stock,
+        "__module__": base.__module__,
+        "_rewind_base": base,
+    }
+    if base in UNDOS:
+
+        def update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
+            return vars(self)[LOG].append(keys, values)
+
+        methods["update_and_fetch"] = update_and_fetch
+    if "maybe_trim_front" in vars(base):
+
+        def maybe_trim_front(self: Any) -> None:
+            vars(self)[LOG].open()
+            base.maybe_trim_front(self)
+
+        methods["maybe_trim_front"] = maybe_trim_front
+    if "to_quantized" in vars(base) and UNDOS[base] is TrimUndo:
+
+        def to_quantized(self: Any, group_size: int = 64, bits: int = 4) -> Any:
+            return vars(self)[LOG].follow(base.to_quantized(self, group_size, bits))
+
+        methods["to_quantized"] = to_quantized
+    return type(base.__name__, (base,), methods)
+
+
+def _remade(base: Any, attributes: dict[str, Any]) -> Any:
+    """A copy of a speculating cache: stock, with attributes of its own."""
+    entry = base.__new__(base)
+    vars(entry).update(attributes)
+    return entry
