@@ -231,7 +231,8 @@ def _state_of(cache: Any) -> Iterator[tuple[str, mx.array]]:
             yield f"{name} slot {i}", mx.array([]) if slot is None else slot
     elif name == "LayerCache":  # of deepseek_v41: attributes that are arrays or None
         for slot, value in vars(cache).items():
-            yield f"{name} {slot}", mx.array([]) if value is None else mx.array(value)
+            if isinstance(value, mx.array | int | None):
+                yield f"{name} {slot}", mx.array([] if value is None else value)
     else:
         yield f"{name} offset", mx.array(cache.offset)
         if cache.keys is not None:

@@ -14,6 +14,7 @@ launched first, so the device never waits for the host.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class Decoder:
         """Drafts, verifies and accepts; returns each row's block. The caches are mid-round."""
         if not self._flights:
             self._launch(self._batch.pending, self._draft())
+        self._thread = threading.current_thread()
         flight = self._flights[0]
         if self._knows_next_window(flight):
             self._launch(flight.choices[0].first[None], Draft.empty())
@@ -203,6 +205,9 @@ class Decoder:
             flight.round.abort()
         self._flights = [flight for flight in self._flights[:1] if flight.round.is_open]
         if self._flights:
+            if threading.current_thread() is not self._thread:
+                with mx.stream(generation_stream):
+                    self._flights[0].round.renew()
             self.commit()
         mx.eval([entry.state for entry in self._batch.cache])
 

@@ -180,6 +180,9 @@ class RetraceUndo(Undo):
         if self._start is not None:
             note_position(self._cache, self._start + kept)
 
+    def renew(self) -> None:
+        self._after = None
+
     # -- a chain of forwards: only some of them hold slots ----------------------------------------
 
     @property

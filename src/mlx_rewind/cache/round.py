@@ -120,6 +120,16 @@ class Round:
         self.rewind(self._one_row(kept))
         self._close()
 
+    def renew(self) -> None:
+        """Makes the state anew from what was recorded and computed, for a thread to go on.
+
+        What is still lazy in a cache belongs to the thread that fed it.
+        """
+        self.seal()
+        for undo in self._undos.values():
+            undo.renew()
+        self._move(self._at)
+
     def release(self) -> None:
         """Closes a sealed round as it stands, with later forwards already on top of it."""
         self._close()

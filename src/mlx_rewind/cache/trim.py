@@ -55,6 +55,7 @@ def start_speculation(model: nn.Module, cache: list[Any], window: int = 64) -> N
         for label, entry in plan.leaves
     }
     for label, log in logs.items():
+        log.group = list(logs.values())
         log.siblings = [logs[sibling] for sibling in plan.siblings.get(label, ())]
         log.watch(log.cache)
 
@@ -100,10 +101,17 @@ class _TwoCaches(list[Any]):
 
 
 class _Log:
-    """The last forwards of one cache: each undo, and the tokens of it that are in the cache."""
+    """The last forwards of one cache: each undo, and the tokens of it that are in the cache.
+
+    fed         tokens that went into the cache since the start, whatever was trimmed
+    group       the logs of all caches of the list, which are fed the same
+    siblings    those of the attention caches that a recurrent layer is given too
+    """
 
     def __init__(self, cache: Any, window: int) -> None:
         self.cache, self.window = cache, window
+        self.fed = 0
+        self.group: list[_Log] = []
         self.siblings: list[_Log] = []
         self._stock: Any = type(cache)
         self._forwards: list[tuple[Any, int]] = []
@@ -129,6 +137,7 @@ class _Log:
     def append(self, keys: Any, values: Any) -> Any:
         fed = keys.shape[2]
         undo, self._opened = self._opened, None
+        self.fed += fed
         if fed > self.window:
             self._forwards.clear()
             return self._stock.update_and_fetch(self.cache, keys, values)
@@ -167,6 +176,11 @@ class _Log:
             raise ValueError(
                 f"trim(n) can undo 0 to {self.depth} tokens here (window={self.window}, forwards "
                 f"that are longer are not recorded), got {n}"
+            )
+        if n and any(log.fed != self.fed for log in self.group):
+            raise RuntimeError(
+                "the caches were fed different numbers of tokens since start_speculation: a "
+                "forward failed half-way, or the model was detached. Start from a fresh cache."
             )
         left = n
         while left:
@@ -211,10 +225,11 @@ class _RecurrentLog(_Log):
             self._finish(undo)
 
     def _next(self, fed: int) -> RetraceUndo | None:
-        if fed > self.window:
-            self._forwards.clear()
-            return None
         if self._opened is None:
+            self.fed += fed
+            if fed > self.window:
+                self._forwards.clear()
+                return None
             self._opened = RetraceUndo(
                 self.cache, calls_per_forward=self._calls_per_forward, chained=True
             )

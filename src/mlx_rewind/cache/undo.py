@@ -58,6 +58,9 @@ class Undo(ABC):
     def rewind(self, kept: int) -> None:
         """Sets the cache to what it is after the first `kept` tokens."""
 
+    def renew(self) -> None:  # noqa: B027
+        """Lets go of what only the thread that fed the tokens can compute."""
+
 
 class TrimUndo(Undo):
     """KVCache and QuantizedKVCache: append-only, the offset alone decides what is valid."""
