@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test clean
+.PHONY: help venv demo check test models upstream clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -31,6 +31,20 @@ check: $(STAMP)  ## Lint, format, types, import layers, size budgets
 test: $(STAMP)  ## The test suite (CPU, no download)
 	$(BIN)/pytest -n auto --dist loadfile
 
-clean:  ## Remove the virtual environment, build products and tool caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+models: $(STAMP)  ## Write docs/models.md from a run of the matrix over all models
+	$(BIN)/pytest tests/test_models.py -n auto --model-table docs/models.md
+
+# The index's newest mlx-lm, whatever pyproject.toml allows, in an environment of its own.
+UPSTREAM := .venv-upstream
+upstream:  ## Run the matrix over all models against the newest mlx-lm
+	test -x $(UPSTREAM)/bin/pip || $(PYTHON) -m venv $(UPSTREAM)
+	$(UPSTREAM)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(UPSTREAM)/bin/pip install --quiet --disable-pip-version-check --upgrade mlx-lm $(MLX)
+	$(UPSTREAM)/bin/pip list --format freeze | grep -i '^mlx'
+	$(UPSTREAM)/bin/pytest -n auto tests/test_models.py tests/test_trim.py tests/test_round.py
+
+MLX := $(if $(filter Linux,$(shell uname)),'mlx[cpu]',mlx)
+
+clean:  ## Remove virtual environments, build products and tool caches
+	rm -rf $(VENV) $(UPSTREAM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,5 +1,7 @@
 """The suite runs on the CPU, whose kernels give a row the same bits in any window."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 
@@ -7,3 +9,20 @@ import pytest
 mx.set_default_device(mx.cpu)
 
 pytest.register_assert_rewrite("zoo")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--model-table",
+        type=Path,
+        metavar="FILE",
+        help="write what tests/test_models.py found (see tests/model_table.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--model-table")
+    if path is not None and not hasattr(config, "workerinput"):
+        from model_table import Table
+
+        config.pluginmanager.register(Table(path))

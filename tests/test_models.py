@@ -2,16 +2,21 @@
 has never been."""
 
 import copy
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm.models
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_rewind
 import zoo
 from mlx_rewind import Round
 
-MODELS = sorted(zoo.CONFIGS)
+ALL = sorted(zoo.CONFIGS)
+MODELS = sorted(zoo.CONFIGS.keys() - zoo.REFUSED)
 PROMPTS = pytest.mark.parametrize("prompt", zoo.PROMPTS, ids=lambda prompt: f"prompt{len(prompt)}")
 #: Every accept length of 7 draft tokens, mixed with rounds without a proposal.
 PLAN = [3, None, 0, 7, None, 1, 6, 0, 0, 2, 5, None, 4, 7]
@@ -67,3 +72,126 @@ def test_what_is_taken_back_has_never_been(name: str, prompt: list[int], sizes: 
         assert zoo.difference(following[0], following[2], tolerance) is None
         if kept < total:
             model(mx.array([kept_tokens[kept : kept + 1]]), cache=expected)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_cache_is_described(name: str, record_property: Callable[[str, str], None]) -> None:
+    model = zoo.build(name)
+    records = mlx_rewind.inspect(model)
+    cache = make_prompt_cache(model)
+    assert len({record.layer for record in records}) == len(cache)
+    record_property("model", name)
+    record_property("caches", shortened(record.cache for record in records))
+    record_property("mechanisms", shortened(record.mechanism for record in records))
+    if name not in zoo.REFUSED:
+        inexact = mlx_rewind.target.exactness(model, cache) != "bitwise"
+        assert inexact == (name in zoo.INEXACT_IN_ROUNDS)
+
+
+def shortened(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def model_files() -> set[str]:
+    """The files of mlx_lm.models that define a model."""
+    folder = Path(mlx_lm.models.__file__).parent
+    texts = {path.stem: path.read_text("utf-8") for path in folder.glob("*.py")}
+    defines = re.compile(r"^class Model\b|^from \.\w+ import .*\bModel\b", re.MULTILINE)
+    return {name for name, text in texts.items() if defines.search(text)}
+
+
+def test_every_model_file_is_known() -> None:
+    """When mlx-lm gains one: a tiny configuration, `python tools/tiny_model.py`, `make models`."""
+    assert model_files() == {*zoo.CONFIGS, *zoo.NOT_BUILT}
+
+
+def test_the_page_is_of_this_table(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--model-table"):
+        pytest.skip("this run writes it")
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| (\S+) \|.*\| (bitwise|1e-5 \(.+\)|refused: .*|not run: .*) \|$", page, re.MULTILINE
+    )
+    levels = dict(rows)
+    assert levels.keys() == {*zoo.CONFIGS, *zoo.NOT_BUILT}
+    for level, names in (
+        ("1e-5", zoo.INEXACT_IN_ROUNDS),
+        ("refused", zoo.REFUSED),
+        ("not run", zoo.NOT_BUILT),
+    ):
+        assert {name for name in levels if levels[name].startswith(level)} == names.keys()
+
+
+@pytest.mark.parametrize("name", sorted(zoo.REFUSED))
+def test_a_model_that_computes_windows_wrongly_is_refused(name: str) -> None:
+    """It decodes plainly; what would feed it a window is refused before the first token."""
+    model, prompt = zoo.build(name), zoo.PROMPTS[1]
+    assert zoo.window_error(model) > 0.1
+    cache = make_prompt_cache(model)
+    for refused in (
+        lambda: mlx_rewind.generate_step(prompt, model, drafter=mlx_rewind.NGram()),
+        lambda: mlx_rewind.start_speculation(model, cache),
+        lambda: mlx_rewind.speculative_prompt_cache(model, zoo.build("llama")),
+        lambda: Round(model, cache),
+    ):
+        with pytest.raises(mlx_rewind.UnsupportedModelError, match="otherwise than single tokens"):
+            refused()
+    steps = mlx_rewind.generate_step(prompt, model, max_tokens=12, prompt_cache=cache)
+    assert [token for token, *_ in steps] == zoo.reference(model, prompt, 12).tokens
+    before = copy.deepcopy(cache)
+    with Round(model, cache, single_steps=3) as round_:
+        for token in (1, 2, 3):
+            model(mx.array([[token]]), cache=cache)
+        round_.commit(0)
+    zoo.assert_state_equal(cache, before)
+
+
+# --- branches that a configuration does not show -----------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [[0], PLAN], ids=["all wrong", "mixed"])
+def test_a_layer_that_compiles_its_single_step(
+    plan: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kimi_k3 does so on Metal. What is recorded must not end up in the compiled graph."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    model, prompt = zoo.build("kimi_k3", fresh=True), zoo.PROMPTS[1]
+    expected = zoo.reference(zoo.build("kimi_k3", fresh=True), prompt, 40).tokens
+    drafter = zoo.Scripted(expected, plan, prompt_length=len(prompt))
+    cache = make_prompt_cache(model)
+    steps = mlx_rewind.generate_step(
+        prompt, model, drafter=drafter, max_tokens=40, prompt_cache=cache
+    )
+    assert [token for token, *_ in steps] == expected
+    assert any(layer.self_attn._step for layer in model.layers if layer.is_linear)
+    assert zoo.reference(model, prompt, 40).tokens == expected
+    for _ in range(2):
+        cache = zoo.prefill(model, prompt)
+        mlx_rewind.start_speculation(model, cache)
+        for token in expected[:20]:
+            model(mx.array([[token]]), cache=cache)
+        trim_prompt_cache(cache, 13)
+        zoo.assert_state_equal(cache, zoo.prefill(model, prompt + expected[:7]), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["internlm2", "internlm3"])
+def test_positions_beyond_those_of_a_dynamic_rope_are_fed_alone(name: str) -> None:
+    """There every token of a window would be turned by the base of the last one."""
+    kind = "type" if name == "internlm2" else "rope_type"
+    scaling = {kind: "dynamic", "factor": 2.0}
+    model = zoo.build(name, max_position_embeddings=32, rope_scaling=scaling)
+    assert zoo.window_error(model) > 0.1
+    for prompt in zoo.PROMPTS:
+        expected = zoo.reference(model, prompt, 64)
+        drafter = zoo.Scripted(expected.tokens, PLAN, prompt_length=len(prompt))
+        cache = make_prompt_cache(model)
+        steps = mlx_rewind.generate_step(
+            prompt, model, drafter=drafter, max_tokens=64, prompt_cache=cache
+        )
+        for (_, logprobs, _), plain in zip(steps, expected.logprobs, strict=True):
+            assert mx.array_equal(logprobs, plain)
+        ends = [len(prompt) + call.position + len(call.proposed) for call in drafter.calls]
+        assert max(ends, default=0) <= 32

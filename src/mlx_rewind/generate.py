@@ -117,6 +117,7 @@ class _Generation:
         self._decoder = Decoder(batch, options.num_draft_tokens, options.quantize)
         self.exactness = exactness(model, cache)
         if drafter is not None:
+            self._decoder.plan.check_windows()
             self.row.proposer = start(drafter, self._decoder.vocab_size)
 
     @property

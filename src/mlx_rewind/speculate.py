@@ -27,8 +27,9 @@ from mlx_lm.models.cache import KVCache
 from .accept import match
 from .batch import Batch, Row
 from .cache.round import Checkpoint, Round, check
+from .cache.slots import is_recurrent
 from .draft.protocol import propose
-from .target import check_quantizable, forward, vocab_size
+from .target import check_quantizable, forward, vocab_size, window_end
 from .types import Draft, StepOutput
 
 
@@ -118,7 +119,7 @@ class Decoder:
     def __init__(
         self, batch: Batch, num_draft_tokens: int, quantize: tuple[int, int, int] | None = None
     ) -> None:
-        self._plan = check(batch.model, batch.cache)
+        self.plan = check(batch.model, batch.cache)
         if quantize:
             check_quantizable(batch.model, batch.cache, *quantize[1:])
         if num_draft_tokens < 0:
@@ -126,6 +127,7 @@ class Decoder:
         self._batch = batch
         self._num_draft_tokens = num_draft_tokens
         self._quantize_at = quantize
+        self._window_end = window_end(batch.model)
         self.emitted = 0
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
 
@@ -216,6 +218,9 @@ class Decoder:
     def _draft(self) -> Draft:
         (row,) = self._batch.rows
         limit = min(self._num_draft_tokens, row.remaining - 1, self._until_quantized())
+        if self._window_end is not None:
+            held = max((c.offset for _, c in self.plan.leaves if not is_recurrent(c)), default=0)
+            limit = min(limit, self._window_end - 1 - held)
         if row.proposer is None or limit < 1:
             return Draft.empty()
         return Draft(propose(row.proposer, row.tokens, limit, self.vocab_size)[None])
@@ -225,7 +230,7 @@ class Decoder:
         batch = self._batch
         with mx.stream(generation_stream), ExitStack() as undo:
             steps = None if draft.num_tokens else 1
-            verify = Round(batch.model, batch.cache, single_steps=steps, plan=self._plan)
+            verify = Round(batch.model, batch.cache, single_steps=steps, plan=self.plan)
             undo.callback(verify.abort)
             verify.open()
             window = pending
@@ -271,7 +276,7 @@ class Decoder:
             before = list(self._batch.cache)
             maybe_quantize_kv_cache(self._batch.cache, *self._quantize_at)
             if any(new is not old for new, old in zip(self._batch.cache, before, strict=True)):
-                self._plan = check(self._batch.model, self._batch.cache)
+                self.plan = check(self._batch.model, self._batch.cache)
 
     def _until_quantized(self) -> int:
         """Draft tokens that fit before a cache is due to be quantised; negative: due now.

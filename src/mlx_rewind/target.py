@@ -8,10 +8,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from .cache.probe import walk
+from .cache.slots import is_own_class
+from .cache.undo import stock_class
 from .errors import UnsupportedCacheError
 from .types import TargetOutput
 
@@ -28,6 +31,16 @@ def vocab_size(model: nn.Module) -> int:
     """Entries of the model's logits. Read off a forward that stays lazy."""
     logits = model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
     return int(logits.shape[-1])
+
+
+def window_end(model: nn.Module) -> int | None:
+    """Tokens that a window may reach up to; a later token has to be fed alone. None: no limit.
+
+    `DynamicNTKScalingRoPE` turns all positions of a forward by the base of the last one, once that
+    lies beyond the positions it was trained for.
+    """
+    ropes = (m for m in model.modules() if isinstance(m, DynamicNTKScalingRoPE))
+    return min((rope.max_position_embeddings for rope in ropes), default=None)
 
 
 def check_quantizable(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> None:
@@ -62,14 +75,17 @@ def exactness(model: nn.Module, cache: list[Any]) -> str:
 
     bitwise    tokens, logprobs and caches are equal to the bit
     token      tokens are equal, values agree to 1e-5: a layer whose window formula is not its
-               step formula, or a window cache that is read in another order
-    near-tie   windows round differently, by the precision of the kernels or of the weights: a
-               token may differ where the two best logits are within that rounding
+               step formula, or a sliding window that is read in another order
+    near-tie   windows round differently, by the precision of the kernels or of the weights, or
+               before a cache rounds what it stores (deepseek_v41): a token may differ where the
+               two best logits are within that rounding
     """
     if not row_invariant():
         return NEAR_TIE
-    windowed = any(type(entry) in (RotatingKVCache, ChunkedKVCache) for _, entry in walk(cache))
-    if not windowed and not _has_window_formula(model):
+    kinds = {stock_class(entry) for _, entry in walk(cache)}
+    if any(is_own_class(kind) for kind in kinds):
+        return NEAR_TIE
+    if RotatingKVCache not in kinds and not _has_window_formula(model):
         return BITWISE
     return TOKEN if _is_float32(model) else NEAR_TIE
 

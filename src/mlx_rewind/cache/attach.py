@@ -19,7 +19,7 @@ from typing import Any
 import mlx.nn as nn
 
 from .calls import linear_call
-from .probe import has_window_formula, probe
+from .probe import has_compiled_step, has_window_formula, probe
 from .retrace import recorded_call
 
 _LINEAR = (nn.Linear, nn.QuantizedLinear)
@@ -35,6 +35,7 @@ class Attachment:
     siblings    label of a recurrent cache -> labels of the caches that the same calls are given
     shapes      label of every other cache -> see `probe.shape_of`
     unused      labels of caches that a forward leaves empty
+    fault       why windows of the model are not what its single steps are; None if they are
     swapped     instances whose class was swapped
     """
 
@@ -42,6 +43,7 @@ class Attachment:
     siblings: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]
     unused: frozenset[str]
+    fault: str | None
     swapped: list[nn.Module]
 
 
@@ -89,6 +91,8 @@ def attach(model: nn.Module) -> Attachment:
         for writer in writers.values():
             if has_window_formula(writer):
                 vars(writer)["_rewind_steps"] = True
+            if has_compiled_step(writer):
+                vars(writer)["_rewind_compiled"] = True
         linears = {
             id(child): child
             for writer in writers.values()
@@ -102,6 +106,7 @@ def attach(model: nn.Module) -> Attachment:
             siblings=found.siblings,
             shapes=found.shapes,
             unused=found.unused,
+            fault=found.fault,
             swapped=[*writers.values(), *linears.values()],
         )
         _attachments[id(model)] = attachment

@@ -136,8 +136,7 @@ class Call:
     def run(self) -> Any:
         if self._by_steps:
             return self._steps.join(self._step(self.window, self.args, self.kwargs))
-        linears = self._linears if self.keep_linears else None
-        return self._stock(linears, self.args, self.kwargs)
+        return self._stock(self._recorder(self.window), self.args, self.kwargs)
 
     def replay(self, kept: int) -> None:
         """Runs the layer on its first `kept` inputs; what counts is what it does to the slots.
@@ -150,7 +149,12 @@ class Call:
             self._step(kept, args, kwargs)
         else:
             self._linears.replay(kept)
-            self._stock(self._linears, args, kwargs)
+            self._stock(self._recorder(kept), args, kwargs)
+
+    def _recorder(self, tokens: int) -> _Linears | None:
+        """None where nothing of a run may be recorded: a compiled step is traced once for all."""
+        traced = tokens == 1 and "_rewind_compiled" in vars(self.layer)
+        return None if traced or not self.keep_linears else self._linears
 
     def _again(self, value: Any, kept: int) -> Any:
         """An argument for a replay of `kept` tokens. Steps are cut from the whole window."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.ssm import ssm_update
 
 from ..errors import UnsupportedModelError
@@ -23,7 +23,13 @@ from .retrace import LOG, OwnUndo
 from .slots import Slots, is_recurrent, leaves_of, slots_of
 from .undo import UNDOS
 
+#: Model files whose attention of a window is not that of its tokens, in mlx-lm itself.
+_FAULTY = {
+    "mlx_lm.models.phi3small": "its block-sparse attention adds a mask of booleans, "
+    "so that a token sees later ones"
+}
 _WINDOW = 3
+_COMPILED = type(mx.compile(lambda x: x))
 _local = threading.local()
 
 Wrapper = Callable[..., Any]
@@ -51,6 +57,11 @@ def has_window_formula(layer: nn.Module) -> bool:
     return vars(sys.modules[type(layer).__module__]).get("ssm_update") is ssm_update
 
 
+def has_compiled_step(layer: nn.Module) -> bool:
+    """Whether the layer compiles a part of itself: what runs there must not be recorded."""
+    return any(isinstance(value, _COMPILED) for value in vars(layer).values())
+
+
 @dataclass
 class Found:
     """What a probe saw; keys are labels of caches.
@@ -59,12 +70,14 @@ class Found:
     siblings    recurrent cache -> the attention caches that these calls are given too
     shapes      attention cache -> see `shape_of`
     unused      caches that the forward left empty
+    fault       why windows of this model are not what its single steps are, by a fault of mlx-lm
     """
 
     owners: dict[str, list[ProbedCall]]
     siblings: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]
     unused: frozenset[str]
+    fault: str | None
 
 
 @dataclass(eq=False)
@@ -150,8 +163,11 @@ def probe(
         vars(entry)[LOG] = _Notes()
         kind: Any = type(entry)
         entry.__class__ = _noting(kind)
+    masks = [_note_masks(leaf) for leaf in leaves.values() if type(leaf) is RotatingKVCache]
     unique = {id(m): m for m in model.modules() if m is not model and callable(m)}
     modules = list(unique.values()) if recurrent else []
+    if recurrent:  # a layer may compile its single step when it first meets one
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
     swap(modules, _probed_call)
     _local.probing = True
     try:
@@ -175,7 +191,31 @@ def probe(
         },
         shapes={label: shape_of(leaf) for label, leaf in attention.items()},
         unused=frozenset(label for label, leaf in attention.items() if leaf.empty()),
+        fault=_FAULTY.get(type(model).__module__) or _mask_fault(masks),
     )
+
+
+def _note_masks(ring: RotatingKVCache) -> list[tuple[int, int]]:
+    """A list that notes (tokens that a mask shows, tokens that the ring holds)."""
+    noted: list[tuple[int, int]] = []
+
+    def make_mask(n: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        noted.append((window_size or ring.max_size, ring.max_size))
+        return RotatingKVCache.make_mask(ring, n, window_size, return_array)
+
+    vars(ring)["make_mask"] = make_mask
+    return noted
+
+
+def _mask_fault(masks: list[list[tuple[int, int]]]) -> str | None:
+    """A window whose mask shows more tokens than the ring holds sees more than a single step."""
+    for shown, held in (pair for noted in masks for pair in noted):
+        if shown > held:
+            return (
+                f"a window shows {shown} tokens to each of its own, but the RotatingKVCache of "
+                f"{held} shows {held} to a single step"
+            )
+    return None
 
 
 def _owners(label: str, cache: Any, before: Slots) -> list[ProbedCall]:

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
-from ..errors import UnsupportedCacheError
+from ..errors import UnsupportedCacheError, UnsupportedModelError
 from .attach import Attachment, attach
 from .probe import shape_of, walk
 from .retrace import LOG, RetraceUndo
@@ -51,6 +51,8 @@ class Round:
         plan: Plan | None = None,
     ) -> None:
         self._plan = plan or check(model, cache)
+        if single_steps is None:
+            self._plan.check_windows()
         self._single_steps = single_steps
         self._undos: dict[str, Undo] = {}
         self._fed: int | None = None
@@ -249,11 +251,21 @@ class Plan:
     leaves      (label, cache object), children of a `CacheList` in its place, without unused ones
     calls       label of a recurrent cache -> layer calls that write it in one forward
     siblings    label of a recurrent cache -> labels of the caches that the same calls are given
+    fault       why windows of the model are not what its single steps are; None if they are
     """
 
     leaves: list[tuple[str, Any]]
     calls: dict[str, int]
     siblings: dict[str, list[str]]
+    fault: str | None
+
+    def check_windows(self) -> None:
+        """Raises `UnsupportedModelError` for a model that computes windows wrongly in mlx-lm."""
+        if self.fault is not None:
+            raise UnsupportedModelError(
+                "mlx-lm computes windows of this model otherwise than single tokens: "
+                f"{self.fault}. Decode it without a drafter; a Round may feed it token by token (single_steps)."
+            )
 
 
 def check(model: nn.Module, cache: list[Any]) -> Plan:
@@ -271,7 +283,7 @@ def check(model: nn.Module, cache: list[Any]) -> Plan:
     used = [(label, entry) for label, entry in leaves if label not in attachment.unused]
     check_positions(used)
     siblings = {label: others for label, others in attachment.siblings.items() if others}
-    return Plan(used, attachment.calls, siblings)
+    return Plan(used, attachment.calls, siblings, attachment.fault)
 
 
 def _check_class(label: str, entry: Any) -> None:

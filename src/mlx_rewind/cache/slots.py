@@ -24,7 +24,11 @@ OWN_CLASSES = frozenset({"mlx_lm.models.deepseek_v41.LayerCache"})
 
 def is_recurrent(entry: Any) -> bool:
     kind = stock_class(entry)
-    return kind is ArraysCache or f"{kind.__module__}.{kind.__qualname__}" in OWN_CLASSES
+    return kind is ArraysCache or is_own_class(kind)
+
+
+def is_own_class(kind: type) -> bool:
+    return f"{kind.__module__}.{kind.__qualname__}" in OWN_CLASSES
 
 
 def slots_of(entry: Any) -> Slots:

@@ -48,6 +48,7 @@ def start_speculation(model: nn.Module, cache: list[Any], window: int = 64) -> N
     if operator.index(window) < 1:
         raise ValueError(f"window must be at least 1 token, got {window}")
     plan = check(model, cache)
+    plan.check_windows()
     logs = {
         label: _RecurrentLog(entry, window, plan.calls[label])
         if is_recurrent(entry)
