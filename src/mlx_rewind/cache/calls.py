@@ -167,14 +167,19 @@ class Call:
         return value if self._by_steps else tree_map(partial(self._cut, kept=kept), value)
 
     def _shared(self, value: dict[Any, Any], kept: int) -> dict[Any, Any]:
-        """Stands in for a dict that the layers of one forward share: the same one for all."""
-        again: dict[int, dict[Any, Any]] = value.setdefault(_AGAIN, {})
-        if kept not in again:
-            before = self._dicts[id(value)]
-            again[kept] = {
-                key: self._cut(x, kept) for key, x in before.items() if key is not _AGAIN
-            }
-        return again[kept]
+        """Stands in for a dict that the layers of one forward share: the same one for all.
+
+        The first of them starts it from what it was given, also when all are run once more.
+        """
+        again: dict[int, tuple[set[int], dict[Any, Any]]] = value.setdefault(_AGAIN, {})
+        users, stand_in = again.get(kept, ({id(self)}, {}))
+        if id(self) in users:
+            users.clear()
+            before = self._dicts[id(value)].items()
+            stand_in = {key: self._cut(x, kept) for key, x in before if key is not _AGAIN}
+            again[kept] = users, stand_in
+        users.add(id(self))
+        return stand_in
 
     def _cut(self, value: Any, kept: int) -> Any:
         """The part of an array that belongs to the first `kept` tokens; other values as they are.

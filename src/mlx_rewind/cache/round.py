@@ -264,7 +264,8 @@ class Plan:
         if self.fault is not None:
             raise UnsupportedModelError(
                 "mlx-lm computes windows of this model otherwise than single tokens: "
-                f"{self.fault}. Decode it without a drafter; a Round may feed it token by token (single_steps)."
+                f"{self.fault}. Decode it without a drafter; a Round may feed it token by token "
+                "(single_steps)."
             )
 
 
