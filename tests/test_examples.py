@@ -1,6 +1,7 @@
 """Every example runs, exits with 0 and says what it is there to show."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ EXAMPLES = {
     "edit_file": "exact result: ",
     "prompt_cache": "identical to one plain run",
     "round": "left without a commit: nothing was kept",
+    "stock_speculative": "with mlx_rewind's cache: the text of plain mlx_lm decoding",
 }
 
 
@@ -37,6 +39,9 @@ def test_an_example_shows_its_claim(name: str) -> None:
     assert EXAMPLES[name] in output
     if name == "demo":  # four prompts, each decoded plainly and with three drafters
         assert output.count("identical │") == 4 * 4
+    if name == "stock_speculative":
+        assert "mlx_lm alone: Speculative decoding requires a trimmable prompt cache" in output
+        assert int(re.search(r"^(\d+) of 60 tokens were drafted", output, re.MULTILINE)[1]) > 0
 
 
 def test_acceptance_is_counted_per_kind_and_drafter() -> None:

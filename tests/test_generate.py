@@ -89,27 +89,6 @@ def test_caches_hold_the_text_at_every_yield(name: str, plan: str) -> None:
         mx.eval(model(mx.array([[token]]), cache=expected))
 
 
-HALVES = [
-    (name, dtype)
-    for name in sorted(set(FAMILIES) - set(zoo.INEXACT_IN_ROUNDS) - zoo.FLOAT32_ONLY)
-    for dtype in (mx.bfloat16, mx.float16)
-    if dtype == mx.bfloat16 or name in zoo.BITWISE  # float16 overflows in `ssm_update`
-]
-
-
-@pytest.mark.parametrize(("name", "dtype"), HALVES, ids=str)
-def test_half_precision_is_bitwise_too(name: str, dtype: mx.Dtype) -> None:
-    model, prompt = zoo.build(name, dtype=dtype), zoo.PROMPTS[1]
-    expected = zoo.reference(model, prompt, 40)
-    caches = []
-    for drafter in (None, zoo.Scripted(expected.tokens, PLANS["mixed"], prompt_length=len(prompt))):
-        cache = make_prompt_cache(model)
-        steps = generate_step(prompt, model, drafter=drafter, max_tokens=40, prompt_cache=cache)
-        assert_same(name, list(steps), expected)
-        caches.append(cache)
-    zoo.assert_state_equal(*caches)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logprobs_are_those_of_a_teacher_forced_pass(name: str) -> None:
     model, prompt = zoo.build(name), zoo.PROMPTS[1]

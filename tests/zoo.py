@@ -101,19 +101,21 @@ def build(
     dtype: mx.Dtype = mx.float32,
     *,
     fresh: bool = False,
+    spread: float | None = None,
     **overrides: Any,
 ) -> nn.Module:
     """The tiny model `name`, shared between the callers with equal arguments unless `fresh`.
 
-    `overrides` replace entries of its configuration. Only the default seed of the default
-    configuration has the margin guard (see `SEEDS`).
+    `overrides` replace entries of its configuration. Only the default seed and spread of the
+    default configuration have the margin guard (see `zoo_configs`).
     """
     seed = SEEDS[name] if seed is None else seed
-    arguments = (name, seed, dtype, json.dumps(overrides, sort_keys=True))
+    spread = SPREAD[name] if spread is None else spread
+    arguments = (name, seed, dtype, spread, json.dumps(overrides, sort_keys=True))
     return _build(*arguments) if fresh else _shared(*arguments)
 
 
-def _build(name: str, seed: int, dtype: mx.Dtype, overrides: str) -> nn.Module:
+def _build(name: str, seed: int, dtype: mx.Dtype, spread: float, overrides: str) -> nn.Module:
     config = json.loads(json.dumps(CONFIGS[name]))  # some models edit the dicts they are given
     config.get("text_config", config).update(json.loads(overrides))
     module = importlib.import_module(f"mlx_lm.models.{name}")
@@ -125,10 +127,10 @@ def _build(name: str, seed: int, dtype: mx.Dtype, overrides: str) -> nn.Module:
         if not mx.issubdtype(weight.dtype, mx.floating):  # packed codes
             return mx.random.randint(0, 2**31 - 1, weight.shape).astype(weight.dtype) * 2
         if path.endswith((".scales", ".biases")):  # of packed codes: as wide as the others
-            step = SPREAD[name] / weight.shape[-1] ** 0.5 / 12.6
+            step = spread / weight.shape[-1] ** 0.5 / 12.6
             return mx.full(weight.shape, step * (1 if path.endswith("scales") else -1.5), dtype)
         if weight.ndim >= 2 and "A_log" not in path:
-            weight = mx.random.normal(weight.shape) * (SPREAD[name] / weight.shape[-1] ** 0.5)
+            weight = mx.random.normal(weight.shape) * (spread / weight.shape[-1] ** 0.5)
         return weight.astype(dtype if casts(path) else mx.float32)
 
     weights = [(path, redraw(path, weight)) for path, weight in tree_flatten(model.parameters())]
