@@ -1,0 +1,93 @@
+"""Nothing that a round records outlives it, and nothing of a request outlives the request."""
+
+import gc
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlx_rewind
+import zoo
+from mlx_rewind import DraftModel, NGram, generate_step
+from mlx_rewind.cache import retrace
+
+PROMPT = zoo.PROMPTS[1]
+
+
+class Wrong:
+    """Mostly wrong: every round rejects something."""
+
+    def propose(self, tokens: list[int], num_draft_tokens: int) -> list[int]:
+        return [(tokens[-1] * 7 + i) % zoo.VOCAB for i in range(num_draft_tokens)]
+
+
+def active_memory() -> int:
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def growth(model: nn.Module, drafter: Any) -> tuple[int, int]:
+    """Bytes held after 500 and after 2,000 tokens, beyond those before the first."""
+    before, held = active_memory(), {}
+    cache = make_prompt_cache(model)
+    steps = generate_step(PROMPT, model, drafter=drafter, max_tokens=2001, prompt_cache=cache)
+    for count, _ in enumerate(steps, start=1):
+        if count in (500, 2000):
+            mx.eval([entry.state for entry in cache])
+            held[count] = active_memory() - before
+    return held[500], held[2000]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_memory_is_that_of_plain_decoding(name: str) -> None:
+    model = zoo.build(name)
+    list(generate_step(PROMPT, model, drafter=Wrong(), max_tokens=20))  # what is made once
+    plain, speculative = growth(model, None), growth(model, Wrong())
+    records = 200_000  # five tokens of inputs and projections in four tiny layers
+    for ours, theirs in zip(speculative, plain, strict=True):
+        assert ours <= theirs * 1.1 + records
+    assert speculative[1] - speculative[0] <= (plain[1] - plain[0]) * 1.1 + records / 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "gpt_oss", "falcon_h1"])
+def test_fifty_requests_leave_nothing(name: str) -> None:
+    model = zoo.build(name)
+    drafters = (Wrong(), NGram(), DraftModel(model))
+    caches: list[weakref.ref[Any]] = []
+
+    def serve(number: int) -> None:
+        cache = make_prompt_cache(model)
+        caches.extend(weakref.ref(entry) for entry in cache)
+        steps = generate_step(
+            PROMPT, model, drafter=drafters[number % 3], max_tokens=20, prompt_cache=cache
+        )
+        for count, _ in enumerate(steps):
+            if number % 3 == 0 and count == 7:
+                steps.close()
+
+    for number in range(6):
+        serve(number)
+    before = active_memory()
+    for number in range(50):
+        serve(number)
+    assert active_memory() <= before
+    assert not any(cache() for cache in caches)
+    assert not retrace._tapes
+
+
+def test_speculating_caches_need_no_stop_to_be_freed() -> None:
+    model = zoo.build("qwen3_5")
+    before = active_memory()
+    cache = make_prompt_cache(model)
+    mlx_rewind.start_speculation(model, cache)
+    for token in range(80):
+        mx.eval(model(mx.array([[token]]), cache=cache))
+    assert active_memory() > before
+    entries = [weakref.ref(entry) for entry in cache]
+    del cache
+    assert active_memory() <= before
+    assert not any(entry() for entry in entries)
