@@ -1,0 +1,72 @@
+"""The matrix once more under OpenBLAS, which rounds a row differently alone and in a window.
+
+The rehearsal for GPUs: equality of tokens, under the margin guard. OpenBLAS has to be there when
+the process starts, so each test runs this file as a program with the library preloaded.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIBRARY = "libopenblas.so.0"
+SHARES = 6
+
+
+def find_library() -> str | None:
+    """Where Debian's libopenblas0-pthread, or another one, puts it."""
+    folders = ("/usr/lib", "/lib", "/usr/lib64", "/usr/local/lib")
+    found = (path for folder in folders for path in sorted(Path(folder).glob(f"*/{LIBRARY}")))
+    return next((str(path) for path in found), None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX has its own BLAS here")
+@pytest.mark.parametrize("share", range(SHARES))
+def test_tokens_are_those_of_plain_decoding(share: int) -> None:
+    library = find_library()
+    if library is None:
+        pytest.skip(f"{LIBRARY} is missing (Debian: apt-get install libopenblas0-pthread)")
+    settings = {"LD_PRELOAD": library, "OPENBLAS_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, __file__, str(share)],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "models with the tokens of plain decoding" in run.stdout
+
+
+def main(share: int) -> None:
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
+
+    import zoo
+    from mlx_rewind import generate_step
+    from mlx_rewind.target import row_invariant
+
+    assert not row_invariant(), "OpenBLAS is not in use"
+    names = sorted(zoo.CONFIGS.keys() - zoo.REFUSED)[share::SHARES]
+    plan, wrong = [3, None, 0, 7, 1, 6, 0, 2, 5, None, 4], []
+    for name in names:
+        model = zoo.build(name)
+        for prompt in zoo.PROMPTS:
+            expected = zoo.reference(model, prompt, 64).tokens
+            drafter = zoo.Scripted(expected, plan, prompt_length=len(prompt))
+            steps = generate_step(prompt, model, drafter=drafter, num_draft_tokens=7, max_tokens=64)
+            try:
+                tokens = [token for token, *_ in steps]
+            except AssertionError as error:  # the drafter saw the text leave its reference
+                wrong.append(f"{name}, prompt of {len(prompt)}: {error}")
+            else:
+                assert tokens == expected
+    assert not wrong, "\n".join(wrong)
+    print(f"{len(names)} models with the tokens of plain decoding")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
