@@ -1,4 +1,4 @@
-"""mlx-lm's own speculative decoding on a hybrid model, made exact by the prompt cache it is given."""
+"""mlx-lm's own speculative decoding on a hybrid model, with a prompt cache that can be trimmed."""
 
 import mlx.core as mx
 from mlx_lm import stream_generate

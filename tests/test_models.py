@@ -5,10 +5,13 @@ import copy
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models
 import pytest
+from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_rewind
@@ -72,6 +75,46 @@ def test_what_is_taken_back_has_never_been(name: str, prompt: list[int], sizes: 
         assert zoo.difference(following[0], following[2], tolerance) is None
         if kept < total:
             model(mx.array([kept_tokens[kept : kept + 1]]), cache=expected)
+
+
+# --- quantised caches ------------------------------------------------------------------------
+
+
+#: Sizes of heads that groups of 32 divide, for the models that have these settings.
+WIDE = {"head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+
+
+def with_wide_heads(name: str) -> nn.Module:
+    config = zoo.CONFIGS[name]
+    settings = config.get("text_config", config)
+    model = zoo.build(name, fresh=True, **{key: WIDE[key] for key in WIDE if key in settings})
+    model(mx.array([[1]]), cache=make_prompt_cache(model))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_cache_speculates_or_is_refused_at_once(name: str, bits: int) -> None:
+    """Tokens of plain decoding with the same `kv_bits`, quantised from token 3 on."""
+    try:
+        model = with_wide_heads(name)
+    except ValueError:
+        pytest.skip("its heads have a fixed size")
+    prompt = zoo.PROMPTS[1]
+    options: dict[str, Any] = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 3}
+    try:
+        stock = stock_generate_step(mx.array(prompt), model, max_tokens=24, **options)
+        expected = [token for token, _ in stock]
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        with pytest.raises(ValueError, match=r"kv_bits|kv_group_size"):
+            mlx_rewind.generate_step(prompt, model, drafter=mlx_rewind.NGram(), **options)
+        return
+    cache = make_prompt_cache(model)
+    drafter = zoo.Scripted(expected, PLAN, prompt_length=len(prompt))
+    steps = mlx_rewind.generate_step(
+        prompt, model, drafter=drafter, max_tokens=24, prompt_cache=cache, **options
+    )
+    assert [token for token, *_ in steps] == expected
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
@@ -46,8 +47,8 @@ def window_end(model: nn.Module) -> int | None:
 def check_quantizable(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> None:
     """Refuses what would fail only when the cache is due to be quantised, tokens later.
 
-    Raises `UnsupportedCacheError` for a sliding window, ValueError for sizes that MLX lacks or that
-    do not divide the model's heads.
+    Raises `UnsupportedCacheError` for a sliding window and for a model whose attention cannot read
+    a quantised cache, ValueError for sizes that MLX lacks or that do not divide the model's heads.
     """
     if any(type(entry) is RotatingKVCache for entry in cache):
         raise UnsupportedCacheError(
@@ -62,12 +63,18 @@ def check_quantizable(model: nn.Module, cache: list[Any], group_size: int, bits:
     probe = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=probe)
     for entry in probe:
-        if type(entry) is KVCache:
-            heads = {entry.keys.shape[-1], entry.values.shape[-1]}  # type: ignore[union-attr]
-            if any(size % group_size for size in heads):
-                raise ValueError(
-                    f"kv_group_size {group_size} does not divide the head size {max(heads)}"
-                )
+        if type(entry) is KVCache and entry.keys is not None:
+            heads = (entry.keys.shape[-1], entry.values.shape[-1])  # type: ignore[union-attr]
+            odd = next((size for size in heads if size % group_size), None)
+            if odd is not None:
+                raise ValueError(f"kv_group_size {group_size} does not divide the head size {odd}")
+    maybe_quantize_kv_cache(probe, 0, group_size, bits)
+    try:
+        model(mx.zeros((1, 2), mx.int32), cache=probe)
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise UnsupportedCacheError(
+            f"this model cannot read a quantised cache in mlx-lm ({error}). Leave kv_bits out."
+        ) from error
 
 
 def exactness(model: nn.Module, cache: list[Any]) -> str:
