@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import mlx_rewind
 import zoo
-from mlx_rewind import Round
+from mlx_rewind import Round, UnsupportedModelError
 
 ALL = sorted(zoo.CONFIGS)
 MODELS = sorted(zoo.CONFIGS.keys() - zoo.REFUSED)
@@ -180,7 +180,7 @@ def test_a_model_that_computes_windows_wrongly_is_refused(name: str) -> None:
         lambda: mlx_rewind.speculative_prompt_cache(model, zoo.build("llama")),
         lambda: Round(model, cache),
     ):
-        with pytest.raises(mlx_rewind.UnsupportedModelError, match="otherwise than single tokens"):
+        with pytest.raises(UnsupportedModelError, match="otherwise than single tokens"):
             refused()
     steps = mlx_rewind.generate_step(prompt, model, max_tokens=12, prompt_cache=cache)
     assert [token for token, *_ in steps] == zoo.reference(model, prompt, 12).tokens
@@ -236,5 +236,14 @@ def test_positions_beyond_those_of_a_dynamic_rope_are_fed_alone(name: str) -> No
         )
         for (_, logprobs, _), plain in zip(steps, expected.logprobs, strict=True):
             assert mx.array_equal(logprobs, plain)
+        refused = pytest.raises(UnsupportedModelError, match=r"ends at \d+: beyond 32")
+        with refused, Round(model, cache) as round_:
+            model(mx.array([[1, 2]]), cache=cache)
+            round_.commit(1)
+        held = cache[0].offset
+        mlx_rewind.start_speculation(model, cache)
+        with refused:
+            model(mx.array([[1, 2]]), cache=cache)
+        assert {entry.offset for entry in cache} == {held}
         ends = [len(prompt) + call.position + len(call.proposed) for call in drafter.calls]
         assert max(ends, default=0) <= 32

@@ -12,7 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step as stock_generate_step
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 
 import mlx_rewind
 import zoo
@@ -116,6 +121,34 @@ def test_a_saved_cache_goes_from_worker_to_worker(name: str, tmp_path: Path) -> 
 
     in_thread(first)
     assert in_thread(second) == expected[11:]
+
+
+@pytest.mark.parametrize("name", [*THREADED, "baichuan_m1"])
+def test_one_thread_feeds_and_another_trims(name: str) -> None:
+    model = zoo.build(name)
+    cache, text = make_prompt_cache(model), zoo.PROMPTS[2]
+    mlx_rewind.start_speculation(model, cache, window=16)
+
+    def feed(tokens: list[int], size: int) -> None:
+        for start in range(0, len(tokens), size):
+            logits = model(mx.array([tokens[start : start + size]]), cache=cache)
+            mx.eval(logits, [entry.state for entry in cache])
+
+    def trim(n: int) -> None:
+        trim_prompt_cache(cache, n)
+        mx.eval([entry.state for entry in cache])  # what is lazy belongs to its thread
+
+    in_thread(lambda: feed(text[:30], 30))
+    in_thread(lambda: feed(text[30:34], 1))
+    in_thread(lambda: trim(2))
+    in_thread(lambda: feed([1, 2, 3, 4, 5], 5))
+    in_thread(lambda: trim(6))
+    in_thread(lambda: feed(text[31:36], 1))
+    expected = make_prompt_cache(model)
+    model(mx.array([text[:30]]), cache=expected)
+    for token in text[30:36]:
+        model(mx.array([[token]]), cache=expected)
+    zoo.assert_state_equal(cache, expected)
 
 
 def test_attaching_while_another_thread_decodes() -> None:

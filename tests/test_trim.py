@@ -112,7 +112,7 @@ def test_a_trim_outside_the_window_changes_nothing(name: str) -> None:
         feed(model, cache, [token])
     before = copy.deepcopy(cache)
     for n in (9, 50, -1):
-        with pytest.raises(ValueError, match=f"0 to 8 .*window=8.*got {n}"):
+        with pytest.raises(ValueError, match=f"0 to 8 tokens here, got {n}: .*window=8"):
             trim_prompt_cache(cache, n)
     zoo.assert_state_equal(cache, before)
     assert trim_prompt_cache(cache, 8) == 8
@@ -148,12 +148,26 @@ def test_what_is_kept_is_bounded() -> None:
         assert sum(undo.stands_alone for undo, _ in forwards) <= (6 if entry is cache[0] else 80)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "llama4"])
+@pytest.mark.parametrize("sizes", [[5], [1], [5, 1, 1]], ids=str)
+def test_rings_and_chunks_are_kept_sparingly(name: str, sizes: list[int]) -> None:
+    """One copy per 16 tokens and those of the last forward, not one per forward."""
+    model, cache = speculating(name, prompt=65)
+    for i in range(90):
+        feed(model, cache, TEXT[i : i + sizes[i % len(sizes)]])
+        trim_prompt_cache(cache, max(sizes[i % len(sizes)] - 2, 0))
+    undos = [undo for undo, _ in vars(cache[0])[LOG]._forwards]
+    assert len(undos) >= 32
+    assert sum(undo._before is not None for undo in undos) <= 7
+    assert sum(undo._after is not None for undo in undos) <= 1
+
+
 # --- stock objects stay stock ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stop_leaves_stock_caches(name: str) -> None:
-    model, cache = speculating(name, window=39)
+    model, cache = speculating(name)
     stock = make_prompt_cache(model)
     feed(model, stock, TEXT[:40])
     feed(model, cache, TEXT[40:45])

@@ -29,7 +29,7 @@ from .batch import Batch, Row
 from .cache.round import Checkpoint, Round, check
 from .cache.slots import is_recurrent
 from .draft.protocol import propose
-from .target import check_quantizable, forward, vocab_size, window_end
+from .target import check_quantizable, forward, vocab_size
 from .types import Draft, StepOutput
 
 
@@ -127,7 +127,6 @@ class Decoder:
         self._batch = batch
         self._num_draft_tokens = num_draft_tokens
         self._quantize_at = quantize
-        self._window_end = window_end(batch.model)
         self.emitted = 0
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
 
@@ -218,9 +217,9 @@ class Decoder:
     def _draft(self) -> Draft:
         (row,) = self._batch.rows
         limit = min(self._num_draft_tokens, row.remaining - 1, self._until_quantized())
-        if self._window_end is not None:
+        if self.plan.window_end is not None:
             held = max((c.offset for _, c in self.plan.leaves if not is_recurrent(c)), default=0)
-            limit = min(limit, self._window_end - 1 - held)
+            limit = min(limit, self.plan.window_end - 1 - held)
         if row.proposer is None or limit < 1:
             return Draft.empty()
         return Draft(propose(row.proposer, row.tokens, limit, self.vocab_size)[None])

@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
-from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from .cache.probe import walk
 from .cache.slots import is_own_class
@@ -32,16 +31,6 @@ def vocab_size(model: nn.Module) -> int:
     """Entries of the model's logits. Read off a forward that stays lazy."""
     logits = model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
     return int(logits.shape[-1])
-
-
-def window_end(model: nn.Module) -> int | None:
-    """Tokens that a window may reach up to; a later token has to be fed alone. None: no limit.
-
-    `DynamicNTKScalingRoPE` turns all positions of a forward by the base of the last one, once that
-    lies beyond the positions it was trained for.
-    """
-    ropes = (m for m in model.modules() if isinstance(m, DynamicNTKScalingRoPE))
-    return min((rope.max_position_embeddings for rope in ropes), default=None)
 
 
 def check_quantizable(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> None:

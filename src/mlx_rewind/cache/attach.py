@@ -36,6 +36,7 @@ class Attachment:
     shapes      label of every other cache -> see `probe.shape_of`
     unused      labels of caches that a forward leaves empty
     fault       why windows of the model are not what its single steps are; None if they are
+    window_end  tokens that a window may reach up to, see `probe.window_end`
     swapped     instances whose class was swapped
     """
 
@@ -44,6 +45,7 @@ class Attachment:
     shapes: dict[str, tuple[int, ...]]
     unused: frozenset[str]
     fault: str | None
+    window_end: int | None
     swapped: list[nn.Module]
 
 
@@ -107,6 +109,7 @@ def attach(model: nn.Module) -> Attachment:
             shapes=found.shapes,
             unused=found.unused,
             fault=found.fault,
+            window_end=found.window_end,
             swapped=[*writers.values(), *linears.values()],
         )
         _attachments[id(model)] = attachment

@@ -114,7 +114,11 @@ class _Steps:
 
 @dataclass
 class Call:
-    """One recorded call of a layer that writes the slots of `cache`, and the slots before it."""
+    """One recorded call of a layer that writes the slots of `cache`, and the slots before it.
+
+    keep_linears    whether the outputs of Linear children are handed back in a replay
+    is_prefill      whether plain decoding feeds these tokens as one window too
+    """
 
     stock: Stock
     layer: nn.Module
@@ -123,10 +127,12 @@ class Call:
     cache: Any
     before: Slots
     keep_linears: bool = True
+    is_prefill: bool = False
 
     def __post_init__(self) -> None:
         self.window = window_of(self.args, self.kwargs)
-        self._by_steps = self.window > 1 and "_rewind_steps" in vars(self.layer)
+        takes_steps = self.window > 1 and not self.is_prefill
+        self._by_steps = takes_steps and "_rewind_steps" in vars(self.layer)
         self._steps, self._linears = _Steps(), _Linears(self.window)
         given = (*self.args, *self.kwargs.values())
         leaves = (leaf for value in given for leaf in leaves_of(value))

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from mlx_lm.models.ssm import ssm_update
 
 from ..errors import UnsupportedModelError
@@ -62,6 +63,16 @@ def has_compiled_step(layer: nn.Module) -> bool:
     return any(isinstance(value, _COMPILED) for value in vars(layer).values())
 
 
+def window_end(model: nn.Module) -> int | None:
+    """Tokens that a window may reach up to; a later token has to be fed alone. None: no limit.
+
+    `DynamicNTKScalingRoPE` turns all positions of a forward by the base of the last one, once that
+    lies beyond the positions it was trained for.
+    """
+    ropes = (m for m in model.modules() if isinstance(m, DynamicNTKScalingRoPE))
+    return min((rope.max_position_embeddings for rope in ropes), default=None)
+
+
 @dataclass
 class Found:
     """What a probe saw; keys are labels of caches.
@@ -71,6 +82,7 @@ class Found:
     shapes      attention cache -> see `shape_of`
     unused      caches that the forward left empty
     fault       why windows of this model are not what its single steps are, by a fault of mlx-lm
+    window_end  see `window_end`
     """
 
     owners: dict[str, list[ProbedCall]]
@@ -78,6 +90,7 @@ class Found:
     shapes: dict[str, tuple[int, ...]]
     unused: frozenset[str]
     fault: str | None
+    window_end: int | None
 
 
 @dataclass(eq=False)
@@ -192,6 +205,7 @@ def probe(
         shapes={label: shape_of(leaf) for label, leaf in attention.items()},
         unused=frozenset(label for label, leaf in attention.items() if leaf.empty()),
         fault=_FAULTY.get(type(model).__module__) or _mask_fault(masks),
+        window_end=window_end(model),
     )
 
 

@@ -45,6 +45,11 @@ def recorder_of(cache: Any) -> Recorder | None:
     return _tapes.get(id(cache)) or vars(cache).get(LOG)
 
 
+def is_recorded(entry: Any) -> bool:
+    """Whether an open Round watches a cache object."""
+    return id(entry) in _tapes or "update_and_fetch" in vars(entry)
+
+
 def recorded_call(stock: Stock, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer that writes slots: onto the tape of its cache where a round is open."""
     given = (leaf for value in (*args, *kwargs.values()) for leaf in leaves_of(value))
@@ -84,12 +89,13 @@ class Tape:
     """What one recurrent cache went through in one round.
 
     calls_per_forward   layer calls that write it in one forward
-    replays_steps       whether forwards of one token may have to run again too
+    in_log              whether it is one of many in a row: then a forward of one token may have to
+                        run again too, and one into an empty cache is the prompt
     """
 
     cache: Any
     calls_per_forward: int
-    replays_steps: bool = False
+    in_log: bool = False
     calls: list[Call | OwnCall] = field(default_factory=list)
 
     def start(self) -> None:
@@ -102,9 +108,17 @@ class Tape:
             del _tapes[id(self.cache)]
 
     def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        keep_linears = self.replays_steps or window_of(args, kwargs) > 1
         before = slots_of(self.cache)
-        call = Call(stock, layer, args, kwargs, self.cache, before, keep_linears)
+        call = Call(
+            stock,
+            layer,
+            args,
+            kwargs,
+            self.cache,
+            before,
+            keep_linears=self.in_log or window_of(args, kwargs) > 1,
+            is_prefill=self.in_log and all(slot is None for slot in before.values()),
+        )
         self.calls.append(call)
         return call.run()
 
@@ -153,14 +167,19 @@ class RetraceUndo(Undo):
         chained: bool = False,
     ) -> None:
         self._cache = cache
-        self.tape = Tape(cache, calls_per_forward, replays_steps=chained)
+        self.tape = Tape(cache, calls_per_forward, in_log=chained)
         self._before, self._start = slots_of(cache), position(cache)
         self._after: Slots | None = None
         self._chained = chained
-        self._link: tuple[RetraceUndo, int] | None = None
+        self._link: tuple[Undo, int] | None = None
 
     def start(self) -> None:
         self.tape.start()
+
+    def record_own(self, window: int, fn: OwnUndo, before: list[Any]) -> None:
+        """Records a forward whose slots before it may be bound already."""
+        self.tape.record_own(window, fn, before)
+        self._before = self.tape.calls[0].before
 
     def seal(self) -> int:
         self.tape.stop()
@@ -189,8 +208,7 @@ class RetraceUndo(Undo):
     def stands_alone(self) -> bool:
         return self._link is None
 
-    def chain(self, previous: RetraceUndo, kept: int) -> None:
-        """Gives up the slots before: they are those after `kept` tokens of `previous`."""
+    def chain(self, previous: Undo, kept: int) -> None:
         self._link = (previous, kept)
         self._before = self.tape.calls[0].before = {}
 

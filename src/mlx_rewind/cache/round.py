@@ -100,7 +100,22 @@ class Round:
             self._fed = self._at = max(fed, default=0)
             self._uneven = min(fed, default=0) != self._fed
             self._marks = self._where()
+            self._check_end()
         return self._fed
+
+    def _check_end(self) -> None:
+        """Refuses, with everything taken back, a window that a dynamic rope turns by its end."""
+        limit, fed = self._plan.window_end, self._fed or 0
+        if limit is None or self._single_steps is not None or fed < 2:
+            return
+        end = max(entry.offset for _, entry in self._plan.leaves if not is_recurrent(entry))
+        if end > limit:
+            self._move(0)
+            raise UnsupportedModelError(
+                f"a window of {fed} tokens ends at {end}: beyond {limit} this model's "
+                "DynamicNTKScalingRoPE turns a window otherwise than single tokens. Feed them one "
+                "by one, in a Round with single_steps."
+            )
 
     def rewind(self, kept: int) -> None:
         """Moves the caches to the state after the first `kept` tokens; the round stays open."""
@@ -252,20 +267,22 @@ class Plan:
     calls       label of a recurrent cache -> layer calls that write it in one forward
     siblings    label of a recurrent cache -> labels of the caches that the same calls are given
     fault       why windows of the model are not what its single steps are; None if they are
+    window_end  tokens that a window may reach up to, see `probe.window_end`
     """
 
     leaves: list[tuple[str, Any]]
     calls: dict[str, int]
     siblings: dict[str, list[str]]
     fault: str | None
+    window_end: int | None
 
     def check_windows(self) -> None:
         """Raises `UnsupportedModelError` for a model that computes windows wrongly in mlx-lm."""
         if self.fault is not None:
             raise UnsupportedModelError(
                 "mlx-lm computes windows of this model otherwise than single tokens: "
-                f"{self.fault}. Decode it without a drafter; a Round may feed it token by token "
-                "(single_steps)."
+                f"{self.fault}. Feed it single tokens only: decode without a drafter, or open a "
+                "Round with single_steps."
             )
 
 
@@ -284,7 +301,7 @@ def check(model: nn.Module, cache: list[Any]) -> Plan:
     used = [(label, entry) for label, entry in leaves if label not in attachment.unused]
     check_positions(used)
     siblings = {label: others for label, others in attachment.siblings.items() if others}
-    return Plan(used, attachment.calls, siblings, attachment.fault)
+    return Plan(used, attachment.calls, siblings, attachment.fault, attachment.window_end)
 
 
 def _check_class(label: str, entry: Any) -> None:

@@ -10,7 +10,7 @@ Each cache keeps a log of its last forwards, each with the undo that a `Round` w
     log   [ forward of 5 | forward of 1 | forward of 3 ]        trim(2): the last one keeps 1
             `---------------- window ---------------'
 
-A recurrent cache need not hold its slots before every forward: they follow from the forward before.
+A cache need not hold its state before every forward: it follows from the forward before.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from functools import cache as memoize
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from ..errors import UnsupportedModelError
 from .calls import Stock, window_of
 from .probe import walk
-from .retrace import LOG, OwnUndo, RetraceUndo
+from .retrace import LOG, OwnUndo, RetraceUndo, is_recorded
 from .round import check
 from .slots import is_recurrent
-from .undo import UNDOS, TrimUndo, Undo, stock_class
+from .undo import UNDOS, RingUndo, TrimUndo, Undo, stock_class
 
-#: Tokens between two states that a recurrent cache keeps.
+#: Tokens between two states that the log of a recurrent cache, a ring or a chunk keeps.
 _SPACING = 16
 
 
@@ -49,6 +50,8 @@ def start_speculation(model: nn.Module, cache: list[Any], window: int = 64) -> N
         raise ValueError(f"window must be at least 1 token, got {window}")
     plan = check(model, cache)
     plan.check_windows()
+    if any(is_recorded(entry) for _, entry in plan.leaves):
+        raise RuntimeError("this prompt cache is inside an open Round: end it first")
     logs = {
         label: _RecurrentLog(entry, window, plan.calls[label])
         if is_recurrent(entry)
@@ -57,6 +60,7 @@ def start_speculation(model: nn.Module, cache: list[Any], window: int = 64) -> N
     }
     for label, log in logs.items():
         log.group = list(logs.values())
+        log.window_end = plan.window_end
         log.siblings = [logs[sibling] for sibling in plan.siblings.get(label, ())]
         log.watch(log.cache)
 
@@ -104,15 +108,17 @@ class _TwoCaches(list[Any]):
 class _Log:
     """The last forwards of one cache: each undo, and the tokens of it that are in the cache.
 
-    fed         tokens that went into the cache since the start, whatever was trimmed
-    group       the logs of all caches of the list, which are fed the same
-    siblings    those of the attention caches that a recurrent layer is given too
+    fed           tokens that went into the cache since the start, whatever was trimmed
+    group         the logs of all caches of the list, which are fed the same
+    siblings      those of the attention caches that a recurrent layer is given too
+    window_end    tokens that a window may reach up to, see `probe.window_end`
     """
 
     def __init__(self, cache: Any, window: int) -> None:
         self.cache, self.window = cache, window
         self.fed = 0
         self.group: list[_Log] = []
+        self.window_end: int | None = None
         self.siblings: list[_Log] = []
         self._stock: Any = type(cache)
         self._forwards: list[tuple[Any, int]] = []
@@ -137,12 +143,13 @@ class _Log:
 
     def append(self, keys: Any, values: Any) -> Any:
         fed = keys.shape[2]
+        self._check_end(fed)
         undo, self._opened = self._opened, None
         self.fed += fed
         if fed > self.window:
             self._forwards.clear()
             return self._stock.update_and_fetch(self.cache, keys, values)
-        undo = undo or UNDOS[self._stock](self.cache, single_steps=1 if fed == 1 else None)
+        undo = undo or self._undo_of(fed)
         undo.start()
         append = vars(self.cache).get("update_and_fetch")  # where the undo wants to see it
         try:
@@ -152,13 +159,48 @@ class _Log:
         finally:
             self._push(undo, undo.seal())
 
+    def _check_end(self, fed: int) -> None:
+        end = self.cache.offset + fed
+        if self.window_end is not None and 1 < fed <= self.window and end > self.window_end:
+            raise UnsupportedModelError(
+                f"a window of {fed} tokens ends at {end}: beyond {self.window_end} this model's "
+                "DynamicNTKScalingRoPE turns a window otherwise than single tokens. Feed them one "
+                "by one, or stop_speculation(cache)."
+            )
+
+    def _undo_of(self, fed: int) -> Undo:
+        link = self._link() if self._stock is RotatingKVCache and fed == 1 else None
+        if link is not None:  # a single step would have to copy a ring that is held
+            return RingUndo(self.cache, link=link)
+        return UNDOS[self._stock](self.cache)
+
+    def _link(self, *, before_last: bool = False) -> tuple[Undo, int] | None:
+        """The last forward (or the one before it), unless it is time to keep a state."""
+        forwards = self._forwards[:-1] if before_last else self._forwards
+        since = 0
+        for undo, kept in reversed(forwards):
+            since += kept
+            if undo.stands_alone:
+                break
+        return forwards[-1] if forwards and since < _SPACING and not self.siblings else None
+
     def _push(self, undo: Undo, fed: int) -> None:
-        """Adds a forward, and drops the oldest that the window does not need."""
+        """Adds a forward. The last one so far lets go of what follows from its neighbours."""
+        if self._forwards:
+            last, _ = self._forwards[-1]
+            last.settle()
+            link = self._link(before_last=True)
+            if link is not None:
+                last.chain(*link)
         self._forwards.append((undo, fed))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops the oldest forwards that the window does not need."""
         held = 0
-        for i, (known, kept) in reversed(list(enumerate(self._forwards))):
+        for i, (undo, kept) in reversed(list(enumerate(self._forwards))):
             held += kept
-            if held >= self.window and known.stands_alone:
+            if held >= self.window and undo.stands_alone:
                 del self._forwards[:i]
                 return
 
@@ -175,8 +217,9 @@ class _Log:
         n = operator.index(n)
         if not 0 <= n <= self.depth:
             raise ValueError(
-                f"trim(n) can undo 0 to {self.depth} tokens here (window={self.window}, forwards "
-                f"that are longer are not recorded), got {n}"
+                f"trim(n) can undo 0 to {self.depth} tokens here, got {n}: "
+                f"start_speculation(model, cache, window={self.window}) keeps so many, and does "
+                "not record a longer forward"
             )
         if n and any(log.fed != self.fed for log in self.group):
             raise RuntimeError(
@@ -187,21 +230,20 @@ class _Log:
         while left:
             undo, fed = self._forwards.pop()
             kept = max(fed - left, 0)
-            for sibling in self.siblings:
-                sibling.rewind_last(n - left + fed)
-            undo.rewind(kept)
             left -= fed - kept
-            if kept:
-                self._forwards.append((undo, kept))
+        if n:
+            for sibling in self.siblings:
+                sibling.rewind_whole(n + kept)
+            undo.rewind(kept)
+            self._forwards += [(undo, kept)] * (kept > 0)
         return n
 
-    def rewind_last(self, n: int) -> None:
+    def rewind_whole(self, n: int) -> None:
         """Takes back the last n tokens, whole forwards, of which the log still knows."""
         for undo, fed in reversed(self._forwards):
-            if n <= 0:
-                return
-            undo.rewind(0)
             n -= fed
+            if n == 0:
+                undo.rewind(0)
 
 
 class _RecurrentLog(_Log):
@@ -222,7 +264,7 @@ class _RecurrentLog(_Log):
     def record_own(self, fed: int, fn: OwnUndo, before: list[Any]) -> None:
         undo = self._next(fed)
         if undo is not None:
-            undo.tape.record_own(fed, fn, before)
+            undo.record_own(fed, fn, before)
             self._finish(undo)
 
     def _next(self, fed: int) -> RetraceUndo | None:
@@ -240,19 +282,7 @@ class _RecurrentLog(_Log):
     def _finish(self, undo: RetraceUndo) -> None:
         if len(undo.tape.calls) == self._calls_per_forward:
             self._opened = None
-            self._thin()
             self._push(undo, undo.seal())
-
-    def _thin(self) -> None:
-        """The last forward so far gives up its slots, unless it is time to keep some."""
-        since = 0
-        for undo, kept in reversed(self._forwards[:-1]):
-            since += kept
-            if undo.stands_alone:
-                break
-        if 0 < since < _SPACING and not self.siblings:
-            (previous, kept), (last, _) = self._forwards[-2:]
-            last.chain(previous, kept)
 
 
 @memoize

@@ -42,11 +42,6 @@ class Undo(ABC):
     @abstractmethod
     def __init__(self, cache: Any, single_steps: int | None = None) -> None: ...
 
-    @property
-    def stands_alone(self) -> bool:
-        """Whether it needs no other undo to rewind."""
-        return True
-
     def start(self) -> None:  # noqa: B027
         """Begins to watch; an undo that only compares before and after needs nothing."""
 
@@ -60,6 +55,19 @@ class Undo(ABC):
 
     def renew(self) -> None:  # noqa: B027
         """Lets go of what only the thread that fed the tokens can compute."""
+
+    # -- one of many in a row, see `cache.trim` ----------------------------------------------------
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether it needs no other undo to rewind."""
+        return True
+
+    def settle(self) -> None:  # noqa: B027
+        """Lets go of the state after: another forward was fed."""
+
+    def chain(self, previous: Undo, kept: int) -> None:  # noqa: B027
+        """Lets go of the state before: it is that after `kept` tokens of `previous`."""
 
 
 class TrimUndo(Undo):
@@ -93,21 +101,24 @@ class CutUndo(Undo):
 
     def __init__(self, cache: Any, single_steps: int | None = None) -> None:
         self._cache = cache
-        self._before = (cache.keys, cache.values, cache.offset)
+        self._empty, self._start = cache.keys is None, cache.offset
+        self._after: tuple[Any, Any] | None = None
 
     def seal(self) -> int:
-        self._after = (self._cache.keys, self._cache.values, self._cache.offset)
-        return int(self._cache.offset - self._before[2])
+        self._after = (self._cache.keys, self._cache.values)
+        return int(self._cache.offset - self._start)
 
     def rewind(self, kept: int) -> None:
-        length = self._before[2] + kept
-        if kept == 0:
-            keys, values = self._before[:2]
-        elif length == self._after[2]:
-            keys, values = self._after[:2]
-        else:
-            keys, values = (x[..., :length, :] for x in self._after[:2])
-        self._cache.keys, self._cache.values, self._cache.offset = keys, values, length
+        cache, length = self._cache, self._start + kept
+        keys, values = self._after or (cache.keys, cache.values)
+        if length == 0 and self._empty:
+            keys, values = None, None
+        elif keys.shape[2] != length:
+            keys, values = (x[..., :length, :] for x in (keys, values))
+        cache.keys, cache.values, cache.offset = keys, values, length
+
+    def settle(self) -> None:
+        self._after = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +173,63 @@ class _AppendLog:
             kept -= length
 
 
-class RingUndo(Undo):
+class _ReplayUndo(Undo):
+    """Notes what is appended, so that it can be appended again to the cache as it was.
+
+    link    (an undo, tokens kept): the state before is that undo's after so many tokens
+    """
+
+    _fields: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        cache: Any,
+        single_steps: int | None = None,
+        *,
+        link: tuple[Undo, int] | None = None,
+    ) -> None:
+        self._cache, self._link = cache, link
+        self._before: Any = None if link else self._state()
+        self._after: Any = None
+        self._log = _AppendLog(cache, self._guard)
+
+    def start(self) -> None:
+        self._log.start()
+
+    def seal(self) -> int:
+        self._fed = self._log.stop()
+        self._after = self._state()
+        return self._fed
+
+    def _guard(self, length: int) -> None:
+        """Refuses a forward that the undo was not made for."""
+
+    def _state(self) -> Any:
+        return tuple(vars(self._cache)[field] for field in self._fields)
+
+    def _set_state(self, state: Any) -> None:
+        vars(self._cache).update(zip(self._fields, state, strict=True))
+
+    def _append_again(self, kept: int) -> None:
+        if self._link is not None:
+            previous, held = self._link
+            previous.rewind(held)
+        else:
+            self._set_state(self._before)
+        self._log.replay(kept)
+
+    @property
+    def stands_alone(self) -> bool:
+        return self._link is None
+
+    def settle(self) -> None:
+        self._after = None
+
+    def chain(self, previous: Undo, kept: int) -> None:
+        self._link, self._before = (previous, kept), None
+
+
+class RingUndo(_ReplayUndo):
     """RotatingKVCache. A window leaves the buffer in time order; a single step overwrites a slot.
 
         window of S     [ ... max_size - 1 older entries ... | d0 d1 ... d(S-1) ]   cut at the end
@@ -174,20 +241,22 @@ class RingUndo(Undo):
     """
 
     mechanism: ClassVar[str] = "ring"
+    _fields: ClassVar[tuple[str, ...]] = ("keys", "values", "offset", "_idx")
 
-    def __init__(self, cache: Any, single_steps: int | None = None) -> None:
-        self._cache = cache
+    def __init__(
+        self,
+        cache: Any,
+        single_steps: int | None = None,
+        *,
+        link: tuple[Undo, int] | None = None,
+    ) -> None:
+        super().__init__(cache, single_steps, link=link)
         self._steps = single_steps if self._fits(single_steps) else None
-        self._before = (cache.keys, cache.values, cache.offset, cache._idx)
         self.saved: list[mx.array] = []
         if self._steps is not None:
             self._save_slots(self._steps)
-        elif cache.keys is not None:
+        elif link is None and cache.keys is not None:
             cache.keys, cache.values = cache.keys[...], cache.values[...]
-        self._log = _AppendLog(cache, self._guard)
-
-    def start(self) -> None:
-        self._log.start()
 
     def _fits(self, steps: int | None) -> bool:
         ring = self._cache
@@ -212,28 +281,25 @@ class RingUndo(Undo):
         if length > 1 or len(self._log.appends) >= self._steps:
             raise RuntimeError(f"the Round was opened for {self._steps} single-token steps")
 
-    def seal(self) -> int:
-        self._fed = self._log.stop()
-        ring = self._cache
-        self._after = (ring.keys, ring.values, ring.offset, ring._idx)
-        return self._fed
-
     def rewind(self, kept: int) -> None:
-        ring, appends = self._cache, self._log.appends
+        ring = self._cache
         if self._steps is not None:
             self._put_slots_back()
             self._log.replay(kept)
-        elif kept == self._fed:
-            ring.keys, ring.values, ring.offset, ring._idx = self._after
-        elif kept and len(appends) == 1:
+        elif kept == self._fed and self._after is not None:
+            self._set_state(self._after)
+        elif kept and len(self._log.appends) == 1 and self._after is not None:
             rejected = self._fed - kept
             length = self._after[0].shape[2] - rejected
             ring.keys, ring.values = (x[..., :length, :] for x in self._after[:2])
             ring.offset, ring._idx = self._after[2] - rejected, length
         else:
-            keys, values, ring.offset, ring._idx = self._before
-            ring.keys, ring.values = (x if x is None else x[...] for x in (keys, values))
-            self._log.replay(kept)
+            self._append_again(kept)
+
+    def _set_state(self, state: Any) -> None:
+        """The stored buffer is never written in place: the ring gets handles of its own."""
+        keys, values, *rest = state
+        super()._set_state((*(x if x is None else x[...] for x in (keys, values)), *rest))
 
     def _put_slots_back(self) -> None:
         ring = self._cache
@@ -242,7 +308,7 @@ class RingUndo(Undo):
         ring.offset, ring._idx = self._before[2:]
 
 
-class ChunkUndo(Undo):
+class ChunkUndo(_ReplayUndo):
     """ChunkedKVCache: append-only, but the model may cut its front before a forward.
 
     While the front stays, or one forward was fed, the offset decides. Otherwise the buffer as it
@@ -250,31 +316,18 @@ class ChunkUndo(Undo):
     """
 
     mechanism: ClassVar[str] = "chunk"
-
-    def __init__(self, cache: Any, single_steps: int | None = None) -> None:
-        self._cache = cache
-        self._before = (cache.keys, cache.values, cache.offset, cache.start_position)
-        self._log = _AppendLog(cache, lambda length: None)
-
-    def start(self) -> None:
-        self._log.start()
-
-    def seal(self) -> int:
-        chunk = self._cache
-        self._after = (chunk.keys, chunk.values, chunk.offset, chunk.start_position)
-        self._fed = self._log.stop()
-        return self._fed
+    _fields: ClassVar[tuple[str, ...]] = ("keys", "values", "offset", "start_position")
 
     def rewind(self, kept: int) -> None:
-        chunk = self._cache
-        front_stayed = self._after[3] == self._before[3] or len(self._log.appends) == 1
-        in_place = kept == self._fed or (kept > 0 and front_stayed)
-        state = self._after if in_place else self._before
-        chunk.keys, chunk.values, chunk.offset, chunk.start_position = state
-        if in_place:
-            chunk.offset = self._before[2] + kept
+        after = self._after
+        one_front = len(self._log.appends) == 1 or (
+            after is not None and self._before is not None and after[3] == self._before[3]
+        )
+        if after is not None and (kept == self._fed or (kept > 0 and one_front)):
+            self._set_state(after)
+            self._cache.offset = after[2] - self._fed + kept
         else:
-            self._log.replay(kept)
+            self._append_again(kept)
 
 
 UNDOS: dict[type, type[Undo]] = {
