@@ -117,7 +117,7 @@ class Call:
     """One recorded call of a layer that writes the slots of `cache`, and the slots before it.
 
     keep_linears    whether the outputs of Linear children are handed back in a replay
-    is_prefill      whether plain decoding feeds these tokens as one window too
+    is_prompt      whether plain decoding feeds these tokens as one window too
     """
 
     stock: Stock
@@ -127,11 +127,11 @@ class Call:
     cache: Any
     before: Slots
     keep_linears: bool = True
-    is_prefill: bool = False
+    is_prompt: bool = False
 
     def __post_init__(self) -> None:
         self.window = window_of(self.args, self.kwargs)
-        takes_steps = self.window > 1 and not self.is_prefill
+        takes_steps = self.window > 1 and not self.is_prompt
         self._by_steps = takes_steps and "_rewind_steps" in vars(self.layer)
         self._steps, self._linears = _Steps(), _Linears(self.window)
         given = (*self.args, *self.kwargs.values())
@@ -231,4 +231,9 @@ class OwnCall:
     before: Slots
 
     def replay(self, kept: int) -> None:
-        set_slots(self.cache, dict(enumerate(self.slots_after(kept))))
+        slots = self.slots_after(kept)
+        if len(slots) != len(self.before):
+            raise ValueError(
+                f"the fn of record_rollback must return {len(self.before)} slots, got {len(slots)}"
+            )
+        set_slots(self.cache, dict(enumerate(slots)))

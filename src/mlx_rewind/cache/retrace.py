@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
 
 from .calls import Call, OwnCall, Stock, window_of
 from .slots import Slots, is_recurrent, leaves_of, note_position, position, set_slots, slots_of
-from .undo import Undo
+from .undo import WATCH, Undo
 
 #: Where a cache object keeps the recorder that it has while it speculates (`cache.trim`).
 LOG = "_rewind_log"
@@ -47,7 +48,7 @@ def recorder_of(cache: Any) -> Recorder | None:
 
 def is_recorded(entry: Any) -> bool:
     """Whether an open Round watches a cache object."""
-    return id(entry) in _tapes or "update_and_fetch" in vars(entry)
+    return id(entry) in _tapes or WATCH in vars(entry)
 
 
 def recorded_call(stock: Stock, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -76,9 +77,19 @@ def record_rollback(cache: Any, num_tokens: int, fn: OwnUndo, snapshot: list[Any
 
     cache         the `ArraysCache` that the forward writes
     num_tokens    tokens that the forward feeds, S
-    fn            fn(m) returns the slots after the first m of them, 1 <= m <= S
-    snapshot      the slots before it; they are kept by reference and must not be written in place
+    fn            fn(m) returns all slots after the first m of them, 1 <= m <= S
+    snapshot      all slots as they were before it, taken before they are bound anew; they are kept
+                  by reference and must not be written in place
+
+    Raises TypeError for another cache, ValueError for fewer or more slots than it has.
     """
+    if not isinstance(cache, ArraysCache):
+        raise TypeError(f"record_rollback takes an ArraysCache, got a {type(cache).__name__}")
+    if num_tokens < 1 or len(snapshot) != len(cache.cache):
+        raise ValueError(
+            f"record_rollback takes 1 or more tokens and a snapshot of all {len(cache.cache)} "
+            f"slots, got {num_tokens} and {len(snapshot)}"
+        )
     recorder = recorder_of(cache)
     if recorder is not None:
         recorder.record_own(num_tokens, fn, list(snapshot))
@@ -89,14 +100,25 @@ class Tape:
     """What one recurrent cache went through in one round.
 
     calls_per_forward   layer calls that write it in one forward
-    in_log              whether it is one of many in a row: then a forward of one token may have to
-                        run again too, and one into an empty cache is the prompt
+    replays_steps       whether forwards of one token may have to run again too
+    is_prompt           whether plain decoding feeds these tokens as one window too
     """
 
     cache: Any
     calls_per_forward: int
-    in_log: bool = False
+    replays_steps: bool = False
+    is_prompt: bool = False
     calls: list[Call | OwnCall] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        #: The slots after the last call, None if the model binds them by itself.
+        self.last: Slots | None = slots_of(self.cache)
+
+    @property
+    def missed(self) -> bool:
+        """Whether the slots were bound by something that was not recorded."""
+        now = slots_of(self.cache)
+        return self.last is not None and any(now[i] is not slot for i, slot in self.last.items())
 
     def start(self) -> None:
         if id(self.cache) in _tapes:
@@ -116,14 +138,17 @@ class Tape:
             kwargs,
             self.cache,
             before,
-            keep_linears=self.in_log or window_of(args, kwargs) > 1,
-            is_prefill=self.in_log and all(slot is None for slot in before.values()),
+            keep_linears=self.replays_steps or window_of(args, kwargs) > 1,
+            is_prompt=self.is_prompt,
         )
         self.calls.append(call)
-        return call.run()
+        output = call.run()
+        self.last = slots_of(self.cache)
+        return output
 
     def record_own(self, window: int, fn: OwnUndo, before: list[Any]) -> None:
         self.calls.append(OwnCall(self.cache, window, fn, dict(enumerate(before))))
+        self.last = None
 
     @property
     def fed(self) -> int:
@@ -165,9 +190,10 @@ class RetraceUndo(Undo):
         *,
         calls_per_forward: int = 1,
         chained: bool = False,
+        is_prompt: bool = False,
     ) -> None:
         self._cache = cache
-        self.tape = Tape(cache, calls_per_forward, in_log=chained)
+        self.tape = Tape(cache, calls_per_forward, replays_steps=chained, is_prompt=is_prompt)
         self._before, self._start = slots_of(cache), position(cache)
         self._after: Slots | None = None
         self._chained = chained
@@ -183,6 +209,7 @@ class RetraceUndo(Undo):
 
     def seal(self) -> int:
         self.tape.stop()
+        self.missed = self.tape.missed
         self._fed = self.tape.fed
         if not self._chained:
             self._after = slots_of(self._cache)

@@ -27,7 +27,7 @@ from .attach import Attachment, attach
 from .probe import shape_of, walk
 from .retrace import LOG, RetraceUndo
 from .slots import is_recurrent, position, slots_of
-from .undo import UNDOS, RingUndo, Undo
+from .undo import UNDOS, RingUndo, Undo, stock_class
 
 
 class Round:
@@ -90,7 +90,7 @@ class Round:
     def _undo(self, label: str, entry: Any) -> Undo:
         if label in self._plan.calls:
             return RetraceUndo(entry, calls_per_forward=self._plan.calls[label])
-        return UNDOS[type(entry)](entry, self._single_steps)
+        return UNDOS[stock_class(entry)](entry, self._single_steps)
 
     def seal(self) -> int:
         """Ends the recording and returns the number of tokens fed. Idempotent."""
@@ -99,18 +99,18 @@ class Round:
             fed = [undo.seal() for undo in self._undos.values()]
             self._fed = self._at = max(fed, default=0)
             self._uneven = min(fed, default=0) != self._fed
+            self._missed = any(undo.missed for undo in self._undos.values())
             self._marks = self._where()
-            self._check_end()
         return self._fed
 
     def _check_end(self) -> None:
-        """Refuses, with everything taken back, a window that a dynamic rope turns by its end."""
+        """Refuses to keep a part of a window that a dynamic rope turns by its end."""
         limit, fed = self._plan.window_end, self._fed or 0
         if limit is None or self._single_steps is not None or fed < 2:
             return
-        end = max(entry.offset for _, entry in self._plan.leaves if not is_recurrent(entry))
+        offsets = [entry.offset for _, entry in self._plan.leaves if not is_recurrent(entry)]
+        end = max(offsets) - self._at + fed
         if end > limit:
-            self._move(0)
             raise UnsupportedModelError(
                 f"a window of {fed} tokens ends at {end}: beyond {limit} this model's "
                 "DynamicNTKScalingRoPE turns a window otherwise than single tokens. Feed them one "
@@ -121,7 +121,7 @@ class Round:
         """Moves the caches to the state after the first `kept` tokens; the round stays open."""
         self.seal()
         kept = self._check_kept(kept)
-        if kept != self._at:
+        if kept != self._at or kept == 0:
             self._require_untouched()
             self._move(kept)
 
@@ -154,8 +154,8 @@ class Round:
     def abort(self) -> None:
         """Takes back everything that was fed and closes the round; without effect when closed."""
         if self._open:
-            if self.seal():
-                self._move(0)
+            self.seal()
+            self._move(0)
             self._close()
 
     # -- parts ----------------------------------------------------------------------------------
@@ -219,8 +219,15 @@ class Round:
             raise ValueError(f"kept must be an int, got {kept!r}") from None
         if not 0 <= kept <= (self._fed or 0):
             raise ValueError(f"kept must be within 0..{self._fed} (the tokens fed), got {kept}")
+        if self._missed:
+            raise RuntimeError(
+                "a recurrent cache was written by a forward that was not recorded: the model was "
+                "detached, or the cache was fed through another one"
+            )
         if self._uneven and kept:
             raise RuntimeError("the caches were fed different numbers of tokens in this Round")
+        if kept:
+            self._check_end()
         return kept
 
     def _one_row(self, kept: int | Iterable[int]) -> int:
@@ -310,7 +317,7 @@ def _check_class(label: str, entry: Any) -> None:
         raise UnsupportedCacheError(
             f"cache {label} ({name}) is speculating: call stop_speculation(cache) first"
         )
-    if type(entry) not in UNDOS and not is_recurrent(entry):
+    if stock_class(entry) not in UNDOS and not is_recurrent(entry):
         known = ", ".join(sorted(c.__name__ for c in (*UNDOS, ArraysCache)))
         raise UnsupportedCacheError(
             f"cache {label} is a {name}, which cannot be rolled back (supported: {known})"

@@ -65,14 +65,19 @@ def position(entry: Any) -> int | None:
     """
     if not isinstance(entry, ArraysCache):
         return int(entry.offset)
-    last: mx.array | None = entry.cache[-1]
+    last = _last(entry)
     if last is None:
         return 0
     tokens, slot = _positions.get(entry, (None, None))
     return tokens if slot is not None and slot() is last else None
 
 
+def _last(entry: Any) -> mx.array | None:
+    """The last slot that holds anything; a model need not use all of them."""
+    return next((slot for slot in reversed(entry.cache) if slot is not None), None)
+
+
 def note_position(entry: Any, tokens: int) -> None:
-    last: mx.array | None = entry.cache[-1] if isinstance(entry, ArraysCache) else None
+    last = _last(entry) if isinstance(entry, ArraysCache) else None
     if last is not None:
         _positions[entry] = tokens, weakref.ref(last)

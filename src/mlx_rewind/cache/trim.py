@@ -27,9 +27,15 @@ from .calls import Stock, window_of
 from .probe import walk
 from .retrace import LOG, OwnUndo, RetraceUndo, is_recorded
 from .round import check
-from .slots import is_recurrent
-from .undo import UNDOS, RingUndo, TrimUndo, Undo, stock_class
+from .slots import Slots, is_recurrent, set_slots, slots_of
+from .undo import UNDOS, WATCH, RingUndo, TrimUndo, Undo, as_stock, stock_class
 
+_BEHIND = (
+    "the cache was fed or changed behind the log of start_speculation: the model was detached, or "
+    "the cache was edited or fed through another one. Start from a fresh cache."
+)
+#: What a log has trimmed when a trim of it failed half-way.
+_BROKEN = -1
 #: Tokens between two states that the log of a recurrent cache, a ring or a chunk keeps.
 _SPACING = 16
 
@@ -68,8 +74,13 @@ def start_speculation(model: nn.Module, cache: list[Any], window: int = 64) -> N
 def stop_speculation(cache: list[Any]) -> None:
     """Makes the caches stock again and drops what was recorded. Without effect on stock caches."""
     for _, entry in walk(cache):
-        if vars(entry).pop(LOG, None) is not None:
-            entry.__class__ = stock_class(entry)
+        if LOG in vars(entry):
+            _unwatch(entry)
+
+
+def _unwatch(entry: Any) -> None:
+    del vars(entry)[LOG]
+    entry.__class__ = stock_class(entry)
 
 
 def speculative_prompt_cache(
@@ -87,6 +98,9 @@ def speculative_prompt_cache(
     ours, drafts = make_prompt_cache(model), make_prompt_cache(draft_model)
     start_speculation(model, ours, window)
     start_speculation(draft_model, drafts, window)
+    ahead = next((vars(entry)[LOG] for _, entry in walk(drafts) if LOG in vars(entry)), None)
+    for log in (vars(entry)[LOG] for _, entry in walk(ours) if LOG in vars(entry)):
+        log.ahead = ahead
     return _TwoCaches(ours, drafts, boundary=len(model.layers))
 
 
@@ -108,18 +122,22 @@ class _TwoCaches(list[Any]):
 class _Log:
     """The last forwards of one cache: each undo, and the tokens of it that are in the cache.
 
-    fed           tokens that went into the cache since the start, whatever was trimmed
-    group         the logs of all caches of the list, which are fed the same
+    depth         tokens that `trim` can take back
+    fed           tokens that went into the cache since the start
+    trimmed       tokens that were taken back since then
+    group         the logs of all caches of the list, which are fed and trimmed the same
     siblings      those of the attention caches that a recurrent layer is given too
     window_end    tokens that a window may reach up to, see `probe.window_end`
+    ahead         the log of a draft cache that is fed a prompt first, see `_RecurrentLog`
     """
 
     def __init__(self, cache: Any, window: int) -> None:
         self.cache, self.window = cache, window
-        self.fed = 0
+        self.depth = self.fed = self.trimmed = 0
         self.group: list[_Log] = []
-        self.window_end: int | None = None
         self.siblings: list[_Log] = []
+        self.window_end: int | None = None
+        self.ahead: _Log | None = None
         self._stock: Any = type(cache)
         self._forwards: list[tuple[Any, int]] = []
         self._opened: Undo | None = None
@@ -129,35 +147,48 @@ class _Log:
         self.cache, self._stock = cache, type(cache)
         cache.__class__ = _speculating(self._stock)
         vars(cache)[LOG] = self
+        self._note()
 
-    @property
-    def depth(self) -> int:
-        return min(sum(kept for _, kept in self._forwards), self.window)
+    def _note(self) -> None:
+        """Remembers where the cache is, to notice what is done to it behind the log."""
+        self._mark: Any = self.cache.offset
+
+    def _check_mark(self) -> None:
+        if self._mark != self.cache.offset:
+            raise RuntimeError(_BEHIND)
 
     # -- forwards -------------------------------------------------------------------------------
 
-    def open(self) -> Undo:
-        """The undo of the next forward, also where a model touches the cache before it appends."""
-        self._opened = self._opened or UNDOS[self._stock](self.cache)
-        return self._opened
+    def open(self) -> None:
+        """Makes the undo of the next forward, where a model touches the cache before it appends."""
+        self._check_mark()
+        self._opened = UNDOS[self._stock](self.cache)
 
     def append(self, keys: Any, values: Any) -> Any:
         fed = keys.shape[2]
+        self._check_mark()
         self._check_end(fed)
         undo, self._opened = self._opened, None
-        self.fed += fed
         if fed > self.window:
+            fetched = self._stock.update_and_fetch(self.cache, keys, values)
             self._forwards.clear()
-            return self._stock.update_and_fetch(self.cache, keys, values)
-        undo = undo or self._undo_of(fed)
-        undo.start()
-        append = vars(self.cache).get("update_and_fetch")  # where the undo wants to see it
-        try:
-            if append is None:
-                return self._stock.update_and_fetch(self.cache, keys, values)
-            return append(keys, values)
-        finally:
-            self._push(undo, undo.seal())
+        else:
+            undo = undo or self._undo_of(fed)
+            undo.start()
+            try:
+                # The undo may have swapped the class once more, to see what is appended.
+                watching: Any = type(self.cache) if WATCH in vars(self.cache) else self._stock
+                fetched = watching.update_and_fetch(self.cache, keys, values)
+            finally:
+                undo.seal()
+            self._push(undo, fed)
+        self._count(fed)
+        return fetched
+
+    def _count(self, fed: int) -> None:
+        self.fed += fed
+        self.depth = min(self.depth + fed, self.window) if fed <= self.window else 0
+        self._note()
 
     def _check_end(self, fed: int) -> None:
         end = self.cache.offset + fed
@@ -193,14 +224,10 @@ class _Log:
             if link is not None:
                 last.chain(*link)
         self._forwards.append((undo, fed))
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drops the oldest forwards that the window does not need."""
         held = 0
-        for i, (undo, kept) in reversed(list(enumerate(self._forwards))):
+        for i, (known, kept) in reversed(list(enumerate(self._forwards))):
             held += kept
-            if held >= self.window and undo.stands_alone:
+            if held >= self.window and known.stands_alone:  # the window needs no older ones
                 del self._forwards[:i]
                 return
 
@@ -208,6 +235,7 @@ class _Log:
         """Goes on with the quantised form of the cache."""
         for undo, _ in self._forwards:
             undo.follow(cache)
+        _unwatch(self.cache)
         self.watch(cache)
         return cache
 
@@ -221,68 +249,127 @@ class _Log:
                 f"start_speculation(model, cache, window={self.window}) keeps so many, and does "
                 "not record a longer forward"
             )
-        if n and any(log.fed != self.fed for log in self.group):
-            raise RuntimeError(
-                "the caches were fed different numbers of tokens since start_speculation: a "
-                "forward failed half-way, or the model was detached. Start from a fresh cache."
-            )
-        left = n
-        while left:
-            undo, fed = self._forwards.pop()
-            kept = max(fed - left, 0)
-            left -= fed - kept
         if n:
-            for sibling in self.siblings:
-                sibling.rewind_whole(n + kept)
-            undo.rewind(kept)
-            self._forwards += [(undo, kept)] * (kept > 0)
+            self._check_group(n)
+            self._check_mark()
+            self._take_back(n)
         return n
 
+    def _check_group(self, n: int) -> None:
+        before, after = self.trimmed, self.trimmed + n
+        for log in self.group:
+            if log.fed != self.fed or log.trimmed not in (before, after):
+                raise RuntimeError(
+                    "the caches of this list were fed or trimmed by different numbers of tokens: "
+                    "a forward or a trim failed half-way, or reached only some of them. Start "
+                    "from a fresh cache."
+                )
+
+    def _take_back(self, n: int) -> None:
+        rest, left, kept = list(self._forwards), n, 0
+        while left:
+            undo, fed = rest.pop()
+            kept = max(fed - left, 0)
+            left -= fed - kept
+        trimmed, self.trimmed = self.trimmed, _BROKEN
+        if kept:
+            for sibling in self.siblings:
+                sibling.rewind_whole(n + kept)
+        undo.rewind(kept)
+        self._forwards = [*rest, (undo, kept)] if kept else rest
+        self._opened = None
+        self.trimmed = trimmed + n
+        self.depth -= n
+        self._note()
+
     def rewind_whole(self, n: int) -> None:
-        """Takes back the last n tokens, whole forwards, of which the log still knows."""
+        """Takes back the last n tokens, whole forwards, until this cache is trimmed itself."""
         for undo, fed in reversed(self._forwards):
             n -= fed
             if n == 0:
                 undo.rewind(0)
+                self._note()
 
 
 class _RecurrentLog(_Log):
-    """The same for slots, whose forwards are layer calls."""
+    """The same for slots, whose forwards are layer calls.
+
+    The first forward into an empty cache is taken for the prompt: it stays the window that it is in
+    plain decoding. Where a draft cache is `ahead`, a longer one than that was fed is a verify.
+    """
 
     def __init__(self, cache: Any, window: int, calls_per_forward: int) -> None:
         super().__init__(cache, window)
         self._calls_per_forward = calls_per_forward
+        self._calls = 0
+
+    def _note(self) -> None:
+        self._mark = slots_of(self.cache)
+
+    def _check_mark(self) -> None:
+        now = slots_of(self.cache)
+        if self._mark is not None and any(now[i] is not slot for i, slot in self._mark.items()):
+            raise RuntimeError(_BEHIND)
 
     def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        undo = self._next(window_of(args, kwargs))
-        if undo is None:
-            return stock(layer, *args, **kwargs)
-        output = undo.tape.record(stock, layer, args, kwargs)
-        self._finish(undo)
+        fed = window_of(args, kwargs)
+        undo = self._next(fed)
+        before, finished = slots_of(self.cache), False
+        try:
+            if undo is None:
+                output = stock(layer, *args, **kwargs)
+            else:
+                output = undo.tape.record(stock, layer, args, kwargs)
+            finished = True
+        finally:
+            if not finished:
+                self._give_up(undo, before)
+        self._finish(undo, fed)
         return output
+
+    def _give_up(self, undo: RetraceUndo | None, before: Slots) -> None:
+        """As if this layer had not been called; the other caches know what they were fed."""
+        if undo is None:
+            set_slots(self.cache, before)
+        else:
+            undo.rewind(0)
+        self._opened, self._calls = None, 0
+        self._note()
 
     def record_own(self, fed: int, fn: OwnUndo, before: list[Any]) -> None:
         undo = self._next(fed)
         if undo is not None:
             undo.record_own(fed, fn, before)
-            self._finish(undo)
+        self._finish(undo, fed)
+        self._mark = None  # the slots are bound before or after this call
 
     def _next(self, fed: int) -> RetraceUndo | None:
+        self._check_mark()
+        if fed > self.window:
+            return None
         if self._opened is None:
-            self.fed += fed
-            if fed > self.window:
-                self._forwards.clear()
-                return None
+            is_prompt = self.fed == 0 and (self.ahead is None or fed <= self.ahead.fed)
             self._opened = RetraceUndo(
-                self.cache, calls_per_forward=self._calls_per_forward, chained=True
+                self.cache,
+                calls_per_forward=self._calls_per_forward,
+                chained=True,
+                is_prompt=is_prompt,
             )
         assert isinstance(self._opened, RetraceUndo)
         return self._opened
 
-    def _finish(self, undo: RetraceUndo) -> None:
-        if len(undo.tape.calls) == self._calls_per_forward:
-            self._opened = None
-            self._push(undo, undo.seal())
+    def _finish(self, undo: RetraceUndo | None, fed: int) -> None:
+        self._note()
+        self._calls += 1
+        if self._calls < self._calls_per_forward:
+            return
+        self._opened, self._calls = None, 0
+        if undo is None:
+            self._forwards.clear()
+        else:
+            undo.seal()
+            self._push(undo, fed)
+        self._count(fed)
 
 
 @memoize
@@ -295,10 +382,6 @@ def _speculating(base: Any) -> type:
     def trim(self: Any, n: int) -> int:
         trimmed: int = vars(self)[LOG].trim(n)
         return trimmed
-
-    def as_stock(self: Any, protocol: int) -> Any:
-        attributes = {name: value for name, value in vars(self).items() if name != LOG}
-        return _remade, (base, attributes)
 
     methods: dict[str, Any] = {
         "is_trimmable": is_trimmable,
@@ -327,10 +410,3 @@ def _speculating(base: Any) -> type:
 
         methods["to_quantized"] = to_quantized
     return type(base.__name__, (base,), methods)
-
-
-def _remade(base: Any, attributes: dict[str, Any]) -> Any:
-    """A copy of a speculating cache: stock, with attributes of its own."""
-    entry = base.__new__(base)
-    vars(entry).update(attributes)
-    return entry

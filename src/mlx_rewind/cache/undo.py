@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as memoize
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -26,18 +27,48 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+#: Where a cache object keeps who wants to see what is appended to it.
+WATCH = "_rewind_watch"
+
 
 def stock_class(cache: Any) -> type:
-    """The class of a cache object, under the one that it has while it speculates (`cache.trim`)."""
+    """The class of a cache object, under the one that it has while it is watched."""
     kind = type(cache)
     base: type = vars(kind).get("_rewind_base", kind)
     return base
+
+
+def as_stock(cache: Any, protocol: int) -> Any:
+    """The `__reduce_ex__` of watched caches: a copy is stock, and nobody watches it."""
+    attributes = {k: v for k, v in vars(cache).items() if not k.startswith("_rewind")}
+    return _remade, (stock_class(cache), attributes)
+
+
+def _remade(kind: Any, attributes: dict[str, Any]) -> Any:
+    entry = kind.__new__(kind)
+    vars(entry).update(attributes)
+    return entry
+
+
+@memoize
+def _watched(base: Any) -> type:
+    """A subclass of a stock cache class that shows what is appended to its instances."""
+
+    def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
+        vars(self)[WATCH].see(keys, values)
+        return base.update_and_fetch(self, keys, values)
+
+    methods = {"update_and_fetch": update_and_fetch, "__reduce_ex__": as_stock}
+    return type(base.__name__, (base,), {**methods, "_rewind_base": base})
 
 
 class Undo(ABC):
     """Watches one cache while a round is open, and takes it back."""
 
     mechanism: ClassVar[str]
+
+    #: Whether the cache was written by something that was not recorded; known once sealed.
+    missed: bool = False
 
     @abstractmethod
     def __init__(self, cache: Any, single_steps: int | None = None) -> None: ...
@@ -85,9 +116,12 @@ class TrimUndo(Undo):
         return int(self._cache.offset - self._start)
 
     def rewind(self, kept: int) -> None:
-        if self._empty:
-            self._cache.keys, self._cache.values = self._after if kept else (None, None)
-        self._cache.offset = self._start + kept
+        cache = self._cache
+        if self._empty and kept == 0:
+            cache.keys, cache.values = None, None
+        elif cache.keys is None and kept:
+            cache.keys, cache.values = self._after
+        cache.offset = self._start + kept
 
     def follow(self, cache: Any) -> None:
         """Goes on with another object that holds the same tokens: the quantised cache."""
@@ -139,25 +173,25 @@ class _AppendLog:
 
     def __init__(self, cache: Any, guard: Callable[[int], None]) -> None:
         self.appends: list[_Append] = []
-        self._cache = cache
+        self._cache, self._guard = cache, guard
         self._stock: Any = stock_class(cache)
 
-        def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
-            guard(keys.shape[2])
-            start = vars(cache).get("start_position", 0)
-            self.appends.append(_Append(keys, values, start))
-            return self._stock.update_and_fetch(cache, keys, values)
-
-        self._hook = update_and_fetch
+    def see(self, keys: mx.array, values: mx.array) -> None:
+        self._guard(keys.shape[2])
+        start = vars(self._cache).get("start_position", 0)
+        self.appends.append(_Append(keys, values, start))
 
     def start(self) -> None:
-        if "update_and_fetch" in vars(self._cache):
+        if WATCH in vars(self._cache):
             raise RuntimeError("this prompt cache is already inside an open Round")
-        self._cache.update_and_fetch = self._hook
+        self._kind = type(self._cache)
+        vars(self._cache)[WATCH] = self
+        self._cache.__class__ = _watched(self._stock)
 
     def stop(self) -> int:
-        if vars(self._cache).get("update_and_fetch") is self._hook:
-            del self._cache.update_and_fetch
+        if vars(self._cache).get(WATCH) is self:
+            del vars(self._cache)[WATCH]
+            self._cache.__class__ = self._kind
         return sum(append.length for append in self.appends)
 
     def replay(self, kept: int) -> None:
