@@ -5,6 +5,7 @@ sensitive detector: exact ties of the two best logits are common there.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_rewind
 import zoo
+from mlx_rewind.cache import attach
 
 #: Family -> what makes it run: the CPU multiplies stacked experts in float32 only, and what
 #: `ssm_update` adds up leaves the range of float16 unless the weights are small.
@@ -76,6 +78,14 @@ def test_the_bits_are_those_of_plain_decoding(name: str, dtype: mx.Dtype, weight
 
 
 # --- the reasons of docs/models.md -----------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _classes_are_patched_for_one_test() -> Iterator[None]:
+    """Attaching remembers a class's own call."""
+    attach._subclass.cache_clear()
+    yield
+    attach._subclass.cache_clear()
 
 
 def take_by_steps(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
