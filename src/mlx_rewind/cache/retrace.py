@@ -23,7 +23,7 @@ from .calls import Call, OwnCall, Stock, window_of
 from .slots import Slots, is_recurrent, leaves_of, note_position, position, set_slots, slots_of
 from .undo import WATCH, Undo
 
-#: Where a cache object keeps the recorder that it has while it speculates (`cache.trim`).
+#: Where a cache object keeps the recorder that it has while it speculates (`cache.log`).
 LOG = "_rewind_log"
 
 
@@ -178,7 +178,7 @@ class Tape:
 class RetraceUndo(Undo):
     """The undo of a recurrent cache: old slots, and the layer's own forward over the kept part.
 
-    With `chained` it is one of many in a row (`cache.trim`), and may give up its slots.
+    With `chained` it is one of many in a row (`cache.log`), and may give up its slots.
     """
 
     mechanism: ClassVar[str] = "retrace"

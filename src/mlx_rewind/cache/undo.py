@@ -87,7 +87,7 @@ class Undo(ABC):
     def renew(self) -> None:  # noqa: B027
         """Lets go of what only the thread that fed the tokens can compute."""
 
-    # -- one of many in a row, see `cache.trim` ----------------------------------------------------
+    # -- one of many in a row, see `cache.log` ----------------------------------------------------
 
     @property
     def stands_alone(self) -> bool:
