@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"first_k_dense_replace": 4},
     "lfm2": {},
     "llama": {},
+    "llama4_text": {},
     "mamba2": {"spread": 1.0},
     "qwen3_5": {},
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},

@@ -27,7 +27,6 @@ from mlx_lm.models.cache import KVCache
 from .accept import match
 from .batch import Batch, Row
 from .cache.round import Checkpoint, Round, check
-from .cache.slots import is_recurrent
 from .draft.protocol import propose
 from .target import check_quantizable, forward, vocab_size
 from .types import Draft, StepOutput
@@ -218,8 +217,7 @@ class Decoder:
         (row,) = self._batch.rows
         limit = min(self._num_draft_tokens, row.remaining - 1, self._until_quantized())
         if self.plan.window_end is not None:
-            held = max((c.offset for _, c in self.plan.leaves if not is_recurrent(c)), default=0)
-            limit = min(limit, self.plan.window_end - 1 - held)
+            limit = min(limit, self.plan.window_end - 1 - self.plan.offset)
         if row.proposer is None or limit < 1:
             return Draft.empty()
         return Draft(propose(row.proposer, row.tokens, limit, self.vocab_size)[None])

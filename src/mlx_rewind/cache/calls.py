@@ -117,7 +117,7 @@ class Call:
     """One recorded call of a layer that writes the slots of `cache`, and the slots before it.
 
     keep_linears    whether the outputs of Linear children are handed back in a replay
-    is_prompt      whether plain decoding feeds these tokens as one window too
+    is_prompt       whether plain decoding feeds these tokens as one window too
     """
 
     stock: Stock

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache
 
-from ..errors import UnsupportedModelError
 from .calls import Stock, window_of
+from .probe import check_end
 from .retrace import LOG, OwnUndo, RetraceUndo
-from .slots import Slots, set_slots, slots_of
+from .slots import Slots, holds, set_slots, slots_of
 from .undo import UNDOS, WATCH, RingUndo, TrimUndo, Undo, as_stock, stock_class
 
 _BEHIND = (
@@ -104,13 +104,9 @@ class Log:
         self._note()
 
     def _check_end(self, fed: int) -> None:
-        end = self.cache.offset + fed
-        if self.window_end is not None and 1 < fed <= self.window and end > self.window_end:
-            raise UnsupportedModelError(
-                f"a window of {fed} tokens ends at {end}: beyond {self.window_end} this model's "
-                "DynamicNTKScalingRoPE turns a window otherwise than single tokens. Feed them one "
-                "by one, or stop_speculation(cache)."
-            )
+        if fed <= self.window:
+            end = self.cache.offset + fed
+            check_end(self.window_end, fed, end, "one by one, or stop_speculation(cache)")
 
     def _undo_of(self, fed: int) -> Undo:
         link = self._link() if self._stock is RotatingKVCache and fed == 1 else None
@@ -220,8 +216,7 @@ class RecurrentLog(Log):
         self._mark = slots_of(self.cache)
 
     def _check_mark(self) -> None:
-        now = slots_of(self.cache)
-        if self._mark is not None and any(now[i] is not slot for i, slot in self._mark.items()):
+        if self._mark is not None and not holds(self.cache, self._mark):
             raise RuntimeError(_BEHIND)
 
     def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

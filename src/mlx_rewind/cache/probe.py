@@ -73,6 +73,16 @@ def window_end(model: nn.Module) -> int | None:
     return min((rope.max_position_embeddings for rope in ropes), default=None)
 
 
+def check_end(limit: int | None, fed: int, end: int, way_out: str) -> None:
+    """Raises `UnsupportedModelError` for a window of `fed` tokens that ends beyond `window_end`."""
+    if limit is not None and fed > 1 and end > limit:
+        raise UnsupportedModelError(
+            f"a window of {fed} tokens ends at {end}: beyond {limit} this model's "
+            "DynamicNTKScalingRoPE turns a window otherwise than single tokens. Feed them "
+            f"{way_out}."
+        )
+
+
 @dataclass
 class Found:
     """What a probe saw; keys are labels of caches.

@@ -20,12 +20,20 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from .calls import Call, OwnCall, Stock, window_of
-from .slots import Slots, is_recurrent, leaves_of, note_position, position, set_slots, slots_of
+from .slots import (
+    Slots,
+    holds,
+    is_recurrent,
+    leaves_of,
+    note_position,
+    position,
+    set_slots,
+    slots_of,
+)
 from .undo import WATCH, Undo
 
 #: Where a cache object keeps the recorder that it has while it speculates (`cache.log`).
 LOG = "_rewind_log"
-
 
 #: fn(m) returns the slots after the first m tokens of a forward.
 OwnUndo = Callable[[int], list[Any]]
@@ -117,8 +125,7 @@ class Tape:
     @property
     def missed(self) -> bool:
         """Whether the slots were bound by something that was not recorded."""
-        now = slots_of(self.cache)
-        return self.last is not None and any(now[i] is not slot for i, slot in self.last.items())
+        return self.last is not None and not holds(self.cache, self.last)
 
     def start(self) -> None:
         if id(self.cache) in _tapes:

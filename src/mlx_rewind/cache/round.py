@@ -24,7 +24,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from .attach import Attachment, attach
-from .probe import shape_of, walk
+from .probe import check_end, shape_of, walk
 from .retrace import LOG, RetraceUndo
 from .slots import is_recurrent, position, slots_of
 from .undo import UNDOS, RingUndo, Undo, stock_class
@@ -105,17 +105,10 @@ class Round:
 
     def _check_end(self) -> None:
         """Refuses to keep a part of a window that a dynamic rope turns by its end."""
-        limit, fed = self._plan.window_end, self._fed or 0
-        if limit is None or self._single_steps is not None or fed < 2:
-            return
-        offsets = [entry.offset for _, entry in self._plan.leaves if not is_recurrent(entry)]
-        end = max(offsets) - self._at + fed
-        if end > limit:
-            raise UnsupportedModelError(
-                f"a window of {fed} tokens ends at {end}: beyond {limit} this model's "
-                "DynamicNTKScalingRoPE turns a window otherwise than single tokens. Feed them one "
-                "by one, in a Round with single_steps."
-            )
+        if self._plan.window_end is not None and self._single_steps is None:
+            fed = self._fed or 0
+            end = self._plan.offset - self._at + fed
+            check_end(self._plan.window_end, fed, end, "one by one, in a Round with single_steps")
 
     def rewind(self, kept: int) -> None:
         """Moves the caches to the state after the first `kept` tokens; the round stays open."""
@@ -163,10 +156,12 @@ class Round:
     def _move(self, kept: int) -> None:
         moved = False
         try:
-            for label, siblings in self._plan.siblings.items():
+            given = self._plan.siblings
+            for label, siblings in given.items():
                 self._retrace(label, siblings, kept)
-            for undo in self._undos.values():
-                undo.rewind(kept)
+            for label, undo in self._undos.items():
+                if label not in given:
+                    undo.rewind(kept)
             self._at = kept
             self._marks = self._where()
             moved = True
@@ -184,7 +179,7 @@ class Round:
             _, before = undo.tape.forward_of(kept)
             for sibling in siblings:
                 self._undos[sibling].rewind(before)
-            undo.rewind(kept)
+        undo.rewind(kept)
 
     @property
     def is_open(self) -> bool:
@@ -282,6 +277,11 @@ class Plan:
     siblings: dict[str, list[str]]
     fault: str | None
     window_end: int | None
+
+    @property
+    def offset(self) -> int:
+        """Tokens in the attention caches; 0 if there are none."""
+        return max((c.offset for _, c in self.leaves if not is_recurrent(c)), default=0)
 
     def check_windows(self) -> None:
         """Raises `UnsupportedModelError` for a model that computes windows wrongly in mlx-lm."""

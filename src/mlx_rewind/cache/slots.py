@@ -44,6 +44,12 @@ def set_slots(entry: Any, slots: Slots) -> None:
         vars(entry).update(slots)
 
 
+def holds(entry: Any, slots: Slots) -> bool:
+    """Whether its slots are still these very arrays."""
+    now = slots_of(entry)
+    return all(now[name] is slot for name, slot in slots.items())
+
+
 def leaves_of(value: Any) -> tuple[Any, ...]:
     """The children of a `CacheList`, or the value itself."""
     return tuple(value.caches) if isinstance(value, CacheList) else (value,)

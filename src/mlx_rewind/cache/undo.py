@@ -226,6 +226,10 @@ class _ReplayUndo(Undo):
         self._before: Any = None if link else self._state()
         self._after: Any = None
         self._log = _AppendLog(cache, self._guard)
+        self._hold(single_steps)
+
+    def _hold(self, single_steps: int | None) -> None:
+        """Keeps what a forward would overwrite; appends overwrite nothing."""
 
     def start(self) -> None:
         self._log.start()
@@ -277,20 +281,14 @@ class RingUndo(_ReplayUndo):
     mechanism: ClassVar[str] = "ring"
     _fields: ClassVar[tuple[str, ...]] = ("keys", "values", "offset", "_idx")
 
-    def __init__(
-        self,
-        cache: Any,
-        single_steps: int | None = None,
-        *,
-        link: tuple[Undo, int] | None = None,
-    ) -> None:
-        super().__init__(cache, single_steps, link=link)
+    def _hold(self, single_steps: int | None) -> None:
+        ring = self._cache
         self._steps = single_steps if self._fits(single_steps) else None
         self.saved: list[mx.array] = []
         if self._steps is not None:
             self._save_slots(self._steps)
-        elif link is None and cache.keys is not None:
-            cache.keys, cache.values = cache.keys[...], cache.values[...]
+        elif self._link is None and ring.keys is not None:
+            ring.keys, ring.values = ring.keys[...], ring.values[...]
 
     def _fits(self, steps: int | None) -> bool:
         ring = self._cache
