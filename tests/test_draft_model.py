@@ -52,8 +52,8 @@ class Watched(DraftModel):
     session: Any
     proposals: list[Proposal]
 
-    def start(self, vocab_size: int) -> Session:
-        self.session = super().start(vocab_size)
+    def start(self, target: Target) -> Session:
+        self.session = super().start(target)
         self.proposals = []
         if isinstance(self.model, Flipping):
             self.model.calls = 0

@@ -118,7 +118,7 @@ class _Generation:
         self.exactness = exactness(model, cache)
         if drafter is not None:
             self._decoder.plan.check_windows()
-            self.row.proposer = start(drafter, self._decoder.vocab_size)
+            self.row.proposer = start(drafter, self._decoder.target)
 
     @property
     def stats(self) -> SpecStats:

@@ -13,7 +13,6 @@ launched first, so the device never waits for the host.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,8 +26,8 @@ from mlx_lm.models.cache import KVCache
 from .accept import match
 from .batch import Batch, Row
 from .cache.round import Checkpoint, Round, check
-from .draft.protocol import propose
-from .target import check_quantizable, forward, vocab_size
+from .draft.protocol import Session, propose
+from .target import Target, check_quantizable
 from .types import Draft, StepOutput
 
 
@@ -100,6 +99,7 @@ class Flight:
     draft: Draft
     round: Round
     choices: list[Choices]
+    hidden: mx.array | None
     accepted: int = 0
 
 
@@ -123,16 +123,12 @@ class Decoder:
             check_quantizable(batch.model, batch.cache, *quantize[1:])
         if num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
+        self.target = Target(batch.model)
         self._batch = batch
         self._num_draft_tokens = num_draft_tokens
         self._quantize_at = quantize
         self.emitted = 0
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
-
-    @functools.cached_property
-    def vocab_size(self) -> int:
-        """Entries of the target's logits."""
-        return vocab_size(self._batch.model)
 
     # -- prefill --------------------------------------------------------------------------------
 
@@ -150,8 +146,9 @@ class Decoder:
             while total - done > 1:
                 chunk = prompt[None, done : min(done + step_size, total - 1)]
                 with mx.stream(generation_stream):
-                    forward(self._batch.model, chunk, self._batch.cache)
+                    hidden = self.target(chunk, self._batch.cache).hidden
                     self._quantize()
+                    self._absorb(hidden, row.tokens[done + 1 : done + chunk.size + 1])
                     mx.eval([entry.state for entry in self._batch.cache])
                 done += chunk.size
                 progress(done, total)
@@ -191,7 +188,8 @@ class Decoder:
                 flight.round.commit(emitted)
             self._flights, self.emitted = ahead, 0
             self._quantize()
-        (row,) = self._batch.rows
+            (row,) = self._batch.rows
+            self._absorb(flight.hidden, row.tokens[len(row.tokens) - emitted :])
         row.stats.count(flight.draft.num_tokens, flight.accepted, emitted)
         if row.stats.steps % 256 == 0:
             mx.clear_cache()
@@ -220,7 +218,7 @@ class Decoder:
             limit = min(limit, self.plan.window_end - 1 - self.plan.offset)
         if row.proposer is None or limit < 1:
             return Draft.empty()
-        return Draft(propose(row.proposer, row.tokens, limit, self.vocab_size)[None])
+        return Draft(propose(row.proposer, row.tokens, limit, self.target.vocab_size)[None])
 
     def _launch(self, pending: mx.array, draft: Draft) -> None:
         """Verifies `draft` [B, K] after `pending` [B, 1]; nothing is read back."""
@@ -233,15 +231,21 @@ class Decoder:
             window = pending
             if draft.num_tokens:
                 window = mx.concatenate([pending, draft.tokens], axis=1)
-            logits = forward(batch.model, window, batch.cache).logits
+            output = self.target(window, batch.cache)
             verify.seal()
             choices = [
-                Choices(row, logits[b], self._history(row, window[b]))
+                Choices(row, output.logits[b], self._history(row, window[b]))
                 for b, row in enumerate(batch.rows)
             ]
             mx.async_eval(window, *(x for choice in choices for x in choice.lazy))
-            self._flights.append(Flight(draft, verify, choices))
+            self._flights.append(Flight(draft, verify, choices, output.hidden))
             undo.pop_all()
+
+    def _absorb(self, hidden: mx.array | None, tokens: list[int]) -> None:
+        """Hands the states [B, >= n, H] before n committed tokens to the row's proposer."""
+        (row,) = self._batch.rows
+        if hidden is not None and tokens and isinstance(row.proposer, Session):
+            row.proposer.absorb(tokens, hidden[0, : len(tokens)])
 
     def _history(self, row: Row, window: mx.array) -> mx.array | None:
         """The row's tokens, then the draft, [n + K]; None if nobody asks."""

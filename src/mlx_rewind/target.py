@@ -1,9 +1,12 @@
-"""The target model: its forward, its vocabulary, and how exact a verify of it is."""
+"""The target model: its forward, its parts, its vocabulary, and how exact a verify of it is."""
 
 from __future__ import annotations
 
-from functools import cache as memoize
-from typing import Any
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,22 +18,114 @@ from mlx_lm.models.mla import MultiLinear
 from .cache.probe import walk
 from .cache.slots import is_own_class
 from .cache.undo import stock_class
-from .errors import UnsupportedCacheError
+from .errors import UnsupportedCacheError, UnsupportedModelError
 from .types import TargetOutput
 
 #: The levels of exactness, strictest first; see docs/exactness.md.
 BITWISE, TOKEN, NEAR_TIE = "bitwise", "token", "near-tie"
 
-
-def forward(model: nn.Module, window: mx.array, cache: list[Any]) -> TargetOutput:
-    """Feeds `window` [B, S] and returns the logits [B, S, V]. Mutates `cache`."""
-    return TargetOutput(model(window, cache=cache))
+#: A hidden state of the target: after its final norm, or before.
+HiddenState = Literal["normed", "raw"]
 
 
-def vocab_size(model: nn.Module) -> int:
-    """Entries of the model's logits. Read off a forward that stays lazy."""
-    logits = model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
-    return int(logits.shape[-1])
+@dataclass(frozen=True)
+class Trunk:
+    """Where a model keeps its inner model, the module that owns embedding, layers and final norm.
+
+    path        names of the modules from the model down to the inner one
+    embedding   name of the embedding in the inner model
+    norm        name of the final norm in the inner model
+    """
+
+    path: tuple[str, ...]
+    embedding: str
+    norm: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Trunk:
+        """Raises `UnsupportedModelError` for a model that is not built like that."""
+        for name, module in sorted(model.named_modules(), key=lambda pair: pair[0].count(".")):
+            norm = next((norm for norm in ("norm", "norm_f") if norm in module), None)
+            kinds = (nn.Embedding, nn.QuantizedEmbedding)
+            embedding = [key for key, child in module.items() if isinstance(child, kinds)]
+            if norm and "layers" in module and embedding:
+                return cls(tuple(name.split(".")) if name else (), embedding[0], norm)
+        raise UnsupportedModelError(
+            f"a {getattr(model, 'model_type', type(model).__name__)} has no inner model with an "
+            "embedding, layers and a final norm, so its hidden states cannot be read"
+        )
+
+    def inner(self, model: nn.Module) -> nn.Module:
+        for name in self.path:
+            model = model[name]
+        return model
+
+    def output_head(self, model: nn.Module) -> Callable[[mx.array], mx.array]:
+        """From states after the final norm, [..., H], to logits [..., V]."""
+        outer = model
+        for name in self.path[:-1]:
+            outer = outer[name]
+        if outer.get("lm_head") is not None:
+            return outer["lm_head"]  # type: ignore[no-any-return]
+        return self.inner(model)[self.embedding].as_linear  # type: ignore[no-any-return]
+
+    def graft(self, model: nn.Module, **parts: Any) -> nn.Module:
+        """A twin of `model` that shares all of it but `parts` of the inner model."""
+        twin = root = copy.copy(model)
+        for name in self.path:
+            twin[name] = copy.copy(twin[name])
+            twin = twin[name]
+        for name, part in parts.items():
+            twin[name] = part
+        return root
+
+
+class Target:
+    """A model as the loop and the drafters see it.
+
+    `watch` makes its forward tell the hidden states too. The model itself is not changed by that:
+    the forward runs on a twin that shares every layer and in which only the final norm is wrapped,
+    so the logits are the model's own, to the bit.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = self._forward = model
+        self._tap: _Tap | None = None
+
+    def watch(self, state: HiddenState) -> None:
+        """From here on every output has `hidden`. Raises `UnsupportedModelError` as `Trunk.of`."""
+        trunk = Trunk.of(self.model)
+        self._tap = _Tap(trunk.inner(self.model)[trunk.norm], state)
+        self._forward = trunk.graft(self.model, **{trunk.norm: self._tap})
+
+    def __call__(self, window: mx.array, cache: list[Any]) -> TargetOutput:
+        """Feeds `window` [B, S]. Mutates `cache`."""
+        logits = self._forward(window, cache=cache)
+        return TargetOutput(logits, self._tap.take() if self._tap else None)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Entries of the logits. Read off a forward that stays lazy."""
+        logits = self.model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(self.model))
+        return int(logits.shape[-1])
+
+
+class _Tap:
+    """Stands in for a final norm and keeps what went through."""
+
+    def __init__(self, norm: Callable[[mx.array], mx.array], state: HiddenState) -> None:
+        self._norm, self._state = norm, state
+        self._seen: mx.array | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        normed = self._norm(x)
+        self._seen = normed if self._state == "normed" else x
+        return normed
+
+    def take(self) -> mx.array:
+        seen, self._seen = self._seen, None
+        assert seen is not None
+        return seen
 
 
 def check_quantizable(model: nn.Module, cache: list[Any], group_size: int, bits: int) -> None:
@@ -101,7 +196,7 @@ def _has_window_formula(model: nn.Module) -> bool:
     return any(isinstance(module, MultiLinear) for module in model.modules())
 
 
-@memoize
+@functools.cache
 def row_invariant() -> bool:
     """Whether this machine's matmul gives a row the same bits alone and in a window.
 

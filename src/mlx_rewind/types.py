@@ -35,10 +35,12 @@ class Draft:
 class TargetOutput:
     """What the target says about a window.
 
-    logits  [B, K + 1, V], target's dtype: row i follows the pending token and i draft tokens
+    logits  [B, K + 1, V], target's dtype: position i follows the pending token and i draft tokens
+    hidden  [B, K + 1, H], the hidden states of the same positions, if a drafter reads them
     """
 
     logits: mx.array
+    hidden: mx.array | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.round import Round, check
 from ..errors import DraftMismatchError
-from ..target import forward, vocab_size
+from ..target import Target
 from .protocol import Drafter, Session
 
 
@@ -35,10 +35,11 @@ class DraftModel(Drafter):
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_step_size = prefill_step_size
-        self.vocab_size = vocab_size(model)
+        self.forward = Target(model)
+        self.vocab_size = self.forward.vocab_size
 
-    def start(self, vocab_size: int) -> Session:
-        return _Session(self, vocab_size)
+    def start(self, target: Target) -> Session:
+        return _Session(self, target.vocab_size)
 
 
 class _Session(Session):
@@ -94,14 +95,14 @@ class _Session(Session):
         new = mx.array([self._known(token) for token in tokens[self._cached :]], mx.uint32)
         step = self._drafter.prefill_step_size
         while new.size > step:
-            forward(self._drafter.model, new[None, :step], self.cache)
+            self._drafter.forward(new[None, :step], self.cache)
             mx.eval([entry.state for entry in self.cache])
             new = new[step:]
         self._cached = len(tokens)
         return self._feed(new[None])
 
     def _feed(self, window: mx.array) -> mx.array:
-        logits = forward(self._drafter.model, window, self.cache).logits
+        logits = self._drafter.forward(window, self.cache).logits
         return mx.argmax(logits[:, -1, : self._shared_vocab], axis=-1).astype(mx.uint32)
 
     def _known(self, token: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from ..target import Target
 from .protocol import Drafter, Proposer, checked
 
 
@@ -53,7 +54,7 @@ class NGram(Drafter):
         self._index = SuffixIndex(min_ngram, max_ngram)
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
-    def start(self, vocab_size: int) -> Proposer:
+    def start(self, target: Target) -> Proposer:
         return NGram(self.min_ngram, self.max_ngram)
 
     def propose(self, tokens: list[int], num_draft_tokens: int) -> list[int]:
@@ -97,12 +98,12 @@ class Prediction(Drafter):
         self._aligned = True
         self._seen: int | None = None
 
-    def start(self, vocab_size: int) -> Proposer:
+    def start(self, target: Target) -> Proposer:
         """Returns a proposer at the start of the prediction.
 
         Raises `DraftMismatchError` for a predicted token that the target does not have.
         """
-        checked(self.tokens, len(self.tokens), vocab_size)
+        checked(self.tokens, len(self.tokens), target.vocab_size)
         return Prediction(self.tokens, self.min_ngram, self.max_ngram)
 
     def propose(self, tokens: list[int], num_draft_tokens: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
 import mlx.core as mx
 
 from ..errors import DraftMismatchError
+from ..target import Target
 
 
 @runtime_checkable
@@ -33,8 +34,8 @@ class Drafter(ABC):
     kind: ClassVar[str]
 
     @abstractmethod
-    def start(self, vocab_size: int) -> Proposer:
-        """Returns a proposer for a new row of a target with `vocab_size` logits."""
+    def start(self, target: Target) -> Proposer:
+        """Returns a proposer for a new row of `target`."""
 
 
 class Session(ABC):
@@ -43,6 +44,13 @@ class Session(ABC):
     @abstractmethod
     def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
         """See `Proposer.propose`."""
+
+    def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
+        """Takes the target's states of positions that are committed, if the target is watched.
+
+        hidden    [n, H]: the states of the next n positions of the row, in order
+        tokens    n ids: the token after each of them
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -56,15 +64,15 @@ def kind_of(drafter: Drafter | Proposer | None) -> str:
     return drafter.kind if isinstance(drafter, Drafter) else "custom"
 
 
-def start(drafter: Drafter | Proposer, vocab_size: int) -> Proposer:
+def start(drafter: Drafter | Proposer, target: Target) -> Proposer:
     """Returns the proposer of a new row; a custom drafter is its own.
 
-    Raises `DraftMismatchError` for an object that cannot propose.
+    Raises `DraftMismatchError` for an object that cannot propose, or not for this target.
     """
     if isinstance(drafter, type):
         raise DraftMismatchError(f"drafter is the class {drafter.__name__}; give an instance")
     if isinstance(drafter, Drafter):
-        return drafter.start(vocab_size)
+        return drafter.start(target)
     if not isinstance(drafter, Proposer):
         raise DraftMismatchError(
             f"a drafter needs propose(tokens, num_draft_tokens), {type(drafter).__name__} has none"
