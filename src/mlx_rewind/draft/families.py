@@ -43,3 +43,32 @@ class Family:
 
 #: A tensor of the trunk that the checkpoint stores a second time; it is shared, not read.
 COPY = "copy"
+
+
+def _qwen(config: dict[str, Any], index: int, stored: dict[str, Any]) -> dict[str, Any]:
+    return {"num_hidden_layers": 1, "full_attention_interval": 1}
+
+
+_QWEN = Family(
+    roots=("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp."),
+    names={
+        "pre_fc_norm_embedding.": "embedding_norm.",
+        "pre_fc_norm_hidden.": "hidden_norm.",
+        "fc.": "projection.",
+        "layers.{i}.": "layers.0.",
+        "norm.": "norm.",
+    },
+    layers=_qwen,
+    count=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    shifted=True,
+    adjust={"ssm_idx": None},
+)
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "qwen3_next": _QWEN,
+}
+
+#: Model types whose heads are known to exist and cannot be used, and why.
+REFUSED: dict[str, str] = {}

@@ -24,8 +24,8 @@ from ..cache.probe import walk
 from ..cache.round import Plan, Round
 from ..errors import DraftMismatchError
 from ..target import HiddenState, Target, Trunk
-from .checkpoint import HeadReport, Norms, load_heads
-from .heads import Head
+from .checkpoint import Norms, folder_of
+from .heads import Head, HeadReport, load_heads
 from .protocol import Drafter, Session
 
 
@@ -79,7 +79,7 @@ class MTP(Drafter):
         a folder without a head, `DraftMismatchError` for the head of another model, ValueError
         for tensors that are missing, or stored in a way that cannot be told.
         """
-        heads, report = load_heads(Path(path), target, norms)
+        heads, report = load_heads(folder_of(path), target, norms)
         return cls(heads, target, input=input, report=report)
 
     def start(self, target: Target) -> Session:
