@@ -6,14 +6,16 @@ from .cache.retrace import record_rollback
 from .cache.round import Round
 from .cache.trim import speculative_prompt_cache, start_speculation, stop_speculation
 from .draft.model import DraftModel
+from .draft.mtp import MTP
 from .draft.ngram import NGram, Prediction
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
 from .generate import GenerationResponse, generate, generate_step, stream_generate
-from .load import load, load_draft
+from .load import load, load_draft, load_mtp
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "MTP",
     "CacheRecord",
     "DraftMismatchError",
     "DraftModel",
@@ -30,6 +32,7 @@ __all__ = [
     "inspect",
     "load",
     "load_draft",
+    "load_mtp",
     "record_rollback",
     "speculative_prompt_cache",
     "start_speculation",

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
+from mlx_lm.utils import _get_classes, load_adapters, load_model, load_tokenizer
 
 from .cache.attach import attach
+from .draft.checkpoint import (
+    Norms,
+    announced,
+    family_of,
+    find_heads,
+    folder_of,
+    is_of_head,
+    num_layers,
+    read_config,
+)
+from .draft.loading import missing
 from .draft.model import DraftModel, check_tokenizers
+from .draft.mtp import MTP
 from .errors import UnsupportedModelError
 
 _MODELS = Path(__file__).parent / "models"
@@ -21,23 +36,25 @@ SHIPPED = _MODELS / "demo"
 SHIPPED_DRAFT = _MODELS / "demo-draft"
 
 
+_log = logging.getLogger("mlx_rewind")
+
+
 def load(path_or_hf_repo: str | Path | None = None, **options: Any) -> tuple[nn.Module, Any]:
     """Loads a model and its tokenizer as `mlx_lm.load` does; None is the shipped model.
 
     options    those of `mlx_lm.load`: tokenizer_config, adapter_path, trust_remote_code, ...
 
     The model is attached at once, so that recurrent caches count their tokens from the first.
+    Logs one line if config.json announces a multi-token prediction head that is not there.
 
     Raises FileNotFoundError for a path or name that leads nowhere, ValueError for a folder that
     holds no model.
     """
     name = str(SHIPPED if path_or_hf_repo is None else path_or_hf_repo)
-    if name.startswith("~"):
-        name = str(Path(name).expanduser())
-    if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") > 1):
-        raise FileNotFoundError(f"no model at {name}: the folder does not exist")
+    folder = folder_of(name, options.pop("revision", None))
+    options.pop("return_config", None)
     try:
-        model, tokenizer, *_ = mlx_lm.load(name, **options)
+        model, tokenizer = _load(folder, **options)
     except OSError as error:
         raise FileNotFoundError(f"cannot load {name}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
@@ -46,7 +63,57 @@ def load(path_or_hf_repo: str | Path | None = None, **options: Any) -> tuple[nn.
         raise ValueError(f"{name} has no tokenizer (tokenizer.json or the like is missing)")
     with suppress(UnsupportedModelError):  # refused where it matters: at the first round
         attach(model)
+    note = head_is_missing(folder, model)
+    if note:
+        _log.warning(note)
     return model, tokenizer
+
+
+def _load(
+    folder: Path,
+    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """What `mlx_lm.load` does, for checkpoints with heads that it does not know how to drop."""
+    classes: Any = _classes_without_heads
+    model, config = load_model(folder, get_model_classes=classes, **options)
+    if adapter_path is not None:
+        model = load_adapters(model, adapter_path)
+        model.eval()
+    ends = config.get("eos_token_id")
+    return model, load_tokenizer(folder, tokenizer_config, eos_token_ids=ends)
+
+
+def _classes_without_heads(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], Any]:
+    """mlx-lm's classes for a config; the model leaves out the tensors of heads in loading."""
+    kind, args_kind = _get_classes(config)
+
+    def build(args: Any) -> nn.Module:
+        model: Any = kind(args)
+        with suppress(UnsupportedModelError):
+            _, family = family_of(model)
+            layers = num_layers(model)
+
+            def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                del model.sanitize  # the model's own from here on
+                trunk = {k: v for k, v in weights.items() if not is_of_head(k, family, layers)}
+                return model.sanitize(trunk) if hasattr(model, "sanitize") else trunk
+
+            model.sanitize = sanitize
+        return model
+
+    return build, args_kind
+
+
+def head_is_missing(folder: Path, model: nn.Module) -> str | None:
+    """One line on heads that config.json announces and that are not there."""
+    with suppress(UnsupportedModelError):
+        _, family = family_of(model)
+        if announced(read_config(folder), family) and find_heads(folder, model) is None:
+            return missing(folder, model)
+    return None
 
 
 def load_draft(path_or_hf_repo: str | Path | None, tokenizer: Any, **options: Any) -> DraftModel:
@@ -57,6 +124,13 @@ def load_draft(path_or_hf_repo: str | Path | None, tokenizer: Any, **options: An
     model, draft_tokenizer = load(path_or_hf_repo or SHIPPED_DRAFT, **options)
     check_tokenizers(tokenizer, draft_tokenizer)
     return DraftModel(model, draft_tokenizer)
+
+
+def load_mtp(
+    path_or_hf_repo: str | Path | None, target: nn.Module, norms: Norms | None = None
+) -> MTP:
+    """Loads the heads for `target` from a checkpoint; None is the shipped one. See `MTP.load`."""
+    return MTP.load(path_or_hf_repo or SHIPPED, target, norms=norms)
 
 
 def held_out_prompts(tokenizer: Any) -> list[dict[str, Any]]:

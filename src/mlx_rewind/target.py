@@ -66,8 +66,8 @@ class Trunk:
         for name in self.path[:-1]:
             outer = outer[name]
         if outer.get("lm_head") is not None:
-            return outer["lm_head"]  # type: ignore[no-any-return]
-        return self.inner(model)[self.embedding].as_linear  # type: ignore[no-any-return]
+            return outer["lm_head"]
+        return self.inner(model)[self.embedding].as_linear
 
     def graft(self, model: nn.Module, **parts: Any) -> nn.Module:
         """A twin of `model` that shares all of it but `parts` of the inner model."""

@@ -21,6 +21,9 @@ from demo_training.model import Trunk
 
 TRUNK_PREFIX, HEAD_PREFIX = "language_model.model.", "mtp."
 
+#: Tells mlx-rewind how the head is stored, which its tensors do not show.
+HEAD_RECORD = {"mlx_rewind_mtp": {"norms": "converted", "quantization": {}}}
+
 
 def build(work: Path, models: Path) -> None:
     """Write `demo`, `demo-draft` and `prompts.jsonl`, then compare with mlx-lm."""
@@ -99,6 +102,7 @@ def model_config(config: ModelConfig, ends: list[int]) -> dict[str, Any]:
         "text_config": text,
         "tie_word_embeddings": True,
         "eos_token_id": ends,
+        **(HEAD_RECORD if config.mtp_num_hidden_layers else {}),
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..errors import DraftMismatchError, UnsupportedModelError
 from .families import COPY, FAMILIES, REFUSED, Family
@@ -28,7 +29,7 @@ Norms = Literal["raw", "converted"]
 SIDE_FOLDER, RECORD = "mtp", "mlx_rewind_mtp"
 
 _TRUNK_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_DOWNLOADED = ["*.json", "*.safetensors", f"{SIDE_FOLDER}/*"]
+_DOWNLOADED = [*DEFAULT_ALLOW_PATTERNS, "*mtp*.safetensors", f"{SIDE_FOLDER}/*"]
 
 
 @dataclass
@@ -134,20 +135,20 @@ def family_of(target: nn.Module) -> tuple[str, Family]:
     return name, FAMILIES[name]
 
 
-def folder_of(path_or_hf_repo: str | Path) -> Path:
+def folder_of(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """The local folder of a checkpoint, downloaded with its side files if it is a hub name.
 
     Raises FileNotFoundError for a path or name that leads nowhere.
     """
-    folder = Path(path_or_hf_repo).expanduser()
-    if folder.is_dir():
-        return folder
     name = str(path_or_hf_repo)
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"no checkpoint at {name}: not a folder")
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return folder
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"no model at {name}: the folder does not exist")
     try:
-        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
-    except OSError as error:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED))
+    except (OSError, ValueError) as error:
         raise FileNotFoundError(f"cannot load {name}: {error}") from error
 
 
@@ -193,6 +194,13 @@ def num_layers(target: nn.Module) -> int:
 def is_of_head(name: str, family: Family, layers: int) -> bool:
     """Whether a tensor of a checkpoint belongs to a head and not to the trunk of `layers`."""
     return _part(name, family, layers, bare=False) is not None
+
+
+def name_of(part: str, family: Family, index: int, layers: int) -> str:
+    """What a part of head `index` is called in a checkpoint whose trunk has `layers`."""
+    starts = [(to, name) for name, to in family.names.items() if part.startswith(to)]
+    to, name = max(starts, key=lambda start: len(start[0]))
+    return (family.roots[0] + name).format(n=layers + index, i=index) + part.removeprefix(to)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from ..target import HiddenState
 
@@ -17,20 +20,23 @@ Layers = Callable[[dict[str, Any], int, dict[str, Any]], dict[str, Any]]
 class Family:
     """How a family of checkpoints stores its heads, and what they compute.
 
-    roots       what the names of a head's tensors begin with; {n} is the trunk's number of layers
-                plus the index of the head
+    roots       what the names of a head's tensors begin with; {n} is the number of layers of the
+                trunk plus the index of the head
     names       what follows -> part of `Head`; {i} is the index of the head, a name without it
                 belongs to all of them. COPY is a tensor of the trunk, stored again.
     layers      the layers of a head, as a config
     count       config fields that announce how many heads there are
+
     input       the state of the target that the first head reads: after its final norm or before
     hands_on    the state that a head hands to the next depth: after its own final norm or before
+    shifted     norm weights are stored minus one by the authors
+    reshape     last changes to the body, where one layer more or less is not the head's
     """
 
     roots: tuple[str, ...]
     names: Mapping[str, str]
     layers: Layers
-    count: tuple[str, ...]
+    count: tuple[str, ...] = ("num_nextn_predict_layers",)
     input: HiddenState = "normed"
     hands_on: HiddenState = "normed"
     hidden_first: bool = False
@@ -38,15 +44,32 @@ class Family:
     bias: bool = False
     has_norm: bool = True
     has_output: bool = False
-    adjust: Mapping[str, Any] = field(default_factory=dict)
+    reshape: Callable[[nn.Module], None] = lambda body: None
 
 
 #: A tensor of the trunk that the checkpoint stores a second time; it is shared, not read.
 COPY = "copy"
 
+_NEXTN = {
+    "enorm.": "embedding_norm.",
+    "hnorm.": "hidden_norm.",
+    "eh_proj.": "projection.",
+    "shared_head.norm.": "norm.",
+    "shared_head.head.": COPY,
+    "embed_tokens.": COPY,
+    "": "layers.0.",
+}
 
-def _qwen(config: dict[str, Any], index: int, stored: dict[str, Any]) -> dict[str, Any]:
-    return {"num_hidden_layers": 1, "full_attention_interval": 1}
+
+def _fixed(**changes: Any) -> Layers:
+    return lambda config, index, stored: changes
+
+
+# -- Qwen ---------------------------------------------------------------------------------------
+
+
+def _without_recurrent_layers(body: nn.Module) -> None:
+    body.ssm_idx = None
 
 
 _QWEN = Family(
@@ -58,13 +81,115 @@ _QWEN = Family(
         "layers.{i}.": "layers.0.",
         "norm.": "norm.",
     },
-    layers=_qwen,
+    layers=_fixed(num_hidden_layers=1, full_attention_interval=1),
     count=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     shifted=True,
-    adjust={"ssm_idx": None},
+    reshape=_without_recurrent_layers,
+)
+
+# -- DeepSeek, GLM and Bailing: a NextN layer after the trunk's ---------------------------------
+
+_DEEPSEEK = Family(
+    roots=("model.layers.{n}.",),
+    names=_NEXTN,
+    layers=_fixed(num_hidden_layers=1, first_k_dense_replace=0, moe_layer_freq=1),
+)
+_GLM = replace(_DEEPSEEK, layers=_fixed(num_hidden_layers=1, first_k_dense_replace=0))
+_BAILING = replace(
+    _GLM,
+    names={
+        "enorm.": "embedding_norm.",
+        "hnorm.": "hidden_norm.",
+        "eh_proj.": "projection.",
+        "final_layernorm.": "norm.",
+        "": "layers.0.",
+    },
+    layers=_fixed(num_hidden_layers=1, first_k_dense_replace=0, layer_group_size=1),
+)
+
+# -- LongCat: half of a layer of the trunk, one attention and one dense MLP ---------------------
+
+
+class _HalfLayer(nn.Module):
+    """The first attention and the first dense MLP of a LongCat layer, without its experts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.self_attn, self.mlps = layer.self_attn[:1], layer.mlps[:1]
+        self.input_layernorm = layer.input_layernorm[:1]
+        self.post_attention_layernorm = layer.post_attention_layernorm[:1]
+
+    def __call__(self, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
+        x = x + self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
+        return x + self.mlps[0](self.post_attention_layernorm[0](x))
+
+
+def _halve(body: nn.Module) -> None:
+    body.layers = [_HalfLayer(body.layers[0])]
+
+
+_LONGCAT = Family(
+    roots=("model.mtp.",),
+    names={
+        "layers.{i}.enorm.m.": "embedding_norm.",
+        "layers.{i}.hnorm.m.": "hidden_norm.",
+        "layers.{i}.eh_proj.": "projection.",
+        "layers.{i}.self_attn.": "layers.0.self_attn.0.",
+        "layers.{i}.transformer_layer.mlp.": "layers.0.mlps.0.",
+        "layers.{i}.input_layernorm.": "layers.0.input_layernorm.0.",
+        "layers.{i}.post_attention_layernorm.": "layers.0.post_attention_layernorm.0.",
+        "norm.": "norm.",
+        "embed_tokens.": COPY,
+    },
+    layers=_fixed(num_layers=1),
+    reshape=_halve,
+)
+
+# -- MiMo ---------------------------------------------------------------------------------------
+
+_MIMO = Family(
+    roots=("model.mtp_layers.{i}.",),
+    names={
+        "token_layernorm.": "embedding_norm.",
+        "hidden_layernorm.": "hidden_norm.",
+        "input_proj.": "projection.",
+        "final_layernorm.": "norm.",
+        "": "layers.0.",
+    },
+    layers=_fixed(num_hidden_layers=1),
+    input="raw",
+    hidden_first=True,
+)
+
+
+def _with_one_kind_of_layer(body: nn.Module) -> None:
+    body.ga_idx = body.swa_idx = 0
+
+
+_MIMO_V2 = Family(
+    roots=("model.mtp.layers.{i}.",),
+    names={
+        "enorm.": "embedding_norm.",
+        "hnorm.": "hidden_norm.",
+        "eh_proj.": "projection.",
+        "final_layernorm.": "norm.",
+        "pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
+        "": "layers.0.",
+    },
+    layers=_fixed(num_hidden_layers=1, hybrid_layer_pattern=[1, 0], moe_layer_freq=[0, 0]),
+    reshape=_with_one_kind_of_layer,
 )
 
 FAMILIES: dict[str, Family] = {
+    "bailing_hybrid": _BAILING,
+    "bailing_moe_v3": _BAILING,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "glm4_moe": _GLM,
+    "glm4_moe_lite": _GLM,
+    "longcat_flash": _LONGCAT,
+    "mimo": _MIMO,
+    "mimo_v2_flash": _MIMO_V2,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "qwen3_next": _QWEN,

@@ -25,7 +25,8 @@ from ..cache.round import Plan, Round
 from ..errors import DraftMismatchError
 from ..target import HiddenState, Target, Trunk
 from .checkpoint import Norms, folder_of
-from .heads import Head, HeadReport, load_heads
+from .heads import Head
+from .loading import HeadReport, load_heads
 from .protocol import Drafter, Session
 
 
@@ -122,9 +123,10 @@ class _Session(Session):
         self.close()
         self._extend(mx.array(list(tokens), mx.int32))
         self._queue(0, hidden[None])
-        self._last = self._feed(0)
+        self._last = self._read(0)
         for k in range(1, len(self.caches)):
-            self._feed(k)
+            if self._readable(k) > 0:
+                self._read(k)
         read = min(fed + k for k, fed in enumerate(self._fed))
         self._tokens, self._start = self._tokens[read - self._start :], read
         mx.async_eval([entry.state for cache in self.caches for entry in cache])
@@ -147,10 +149,10 @@ class _Session(Session):
                 if len(drafts) == num_draft_tokens:
                     return mx.concatenate(drafts).astype(mx.uint32)
                 self._extend(drafts[-1])
-                if k + 1 == len(self.caches):  # once round: the outputs are the states to go on with
+                if k + 1 == len(self.caches):  # once round: go on from what the heads put out
                     self._queue(0, mx.concatenate(states, axis=1))
                     states = []
-                output = self._feed((k + 1) % len(self.caches))
+                output = self._read((k + 1) % len(self.caches))
 
     def close(self) -> None:
         if self._round is not None:
@@ -170,19 +172,22 @@ class _Session(Session):
         queued = self._inputs[k]
         self._inputs[k] = states if queued is None else mx.concatenate([queued, states], axis=1)
 
-    def _feed(self, k: int) -> tuple[mx.array, mx.array] | None:
-        """Lets head `k` read every queued state whose token is known; hands its outputs on.
+    def _readable(self, k: int) -> int:
+        """Queued states of head `k` whose token is known."""
+        queued = self._inputs[k]
+        known = self._start + self._tokens.size - (self._fed[k] + k)
+        return 0 if queued is None else min(queued.shape[1], known)
+
+    def _read(self, k: int) -> tuple[mx.array, mx.array]:
+        """Lets head `k` read what it can, in one forward, and hands its outputs on.
 
         Returns the state and the normed output of the last row, both [1, 1, H].
         """
-        queued = self._inputs[k]
+        rows, queued = self._readable(k), self._inputs[k]
+        assert queued is not None
         first = self._fed[k] + k - self._start
-        rows = 0 if queued is None else min(queued.shape[1], self._tokens.size - first)
-        if rows < 1:
-            return None
         embedded = self._drafter.embed(self._tokens[None, first : first + rows])
-        head = self._drafter.heads[k]
-        state, normed = head(embedded, queued[:, :rows], self.caches[k])
+        state, normed = self._drafter.heads[k](embedded, queued[:, :rows], self.caches[k])
         self._fed[k] += rows
         self._inputs[k] = queued[:, rows:]
         if k + 1 < len(self.caches):

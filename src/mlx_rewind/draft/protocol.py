@@ -45,7 +45,7 @@ class Session(ABC):
     def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
         """See `Proposer.propose`."""
 
-    def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
+    def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:  # noqa: B027
         """Takes the target's states of positions that are committed, if the target is watched.
 
         hidden    [n, H]: the states of the next n positions of the row, in order
