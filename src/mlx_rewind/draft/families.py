@@ -29,8 +29,12 @@ class Family:
 
     input       the state of the target that the first head reads: after its final norm or before
     hands_on    the state that a head hands to the next depth: after its own final norm or before
+    chained     with several heads, head k reads what head k - 1 hands on; else they all read the
+                states of the target
     shifted     norm weights are stored minus one by the authors
-    reshape     last changes to the body, where one layer more or less is not the head's
+    own_norm    the final norm is the head's own; else it is the target's
+    own_output  the output head is the head's own; else it is the target's
+    reshape     last changes to the body
     """
 
     roots: tuple[str, ...]
@@ -40,10 +44,10 @@ class Family:
     input: HiddenState = "normed"
     hands_on: HiddenState = "normed"
     hidden_first: bool = False
+    chained: bool = True
     shifted: bool = False
-    bias: bool = False
-    has_norm: bool = True
-    has_output: bool = False
+    own_norm: bool = True
+    own_output: bool = False
     reshape: Callable[[nn.Module], None] = lambda body: None
 
 
@@ -158,6 +162,7 @@ _MIMO = Family(
     },
     layers=_fixed(num_hidden_layers=1),
     input="raw",
+    hands_on="raw",
     hidden_first=True,
 )
 
@@ -177,7 +182,65 @@ _MIMO_V2 = Family(
         "": "layers.0.",
     },
     layers=_fixed(num_hidden_layers=1, hybrid_layer_pattern=[1, 0], moe_layer_freq=[0, 0]),
+    input="raw",
+    hands_on="raw",
+    chained=False,
     reshape=_with_one_kind_of_layer,
+)
+
+# -- Step: three NextN layers, each with an output head of its own ------------------------------
+
+
+def _step_layers(config: dict[str, Any], index: int, stored: dict[str, Any]) -> dict[str, Any]:
+    """The lists of a config go on behind the trunk's layers, or end with them."""
+
+    def of_head(field: str, otherwise: Any) -> Any:
+        values, at = config.get(field), config["num_hidden_layers"] + index
+        if not isinstance(values, list):
+            return values
+        return [values[at] if at < len(values) else otherwise]
+
+    return {
+        "num_hidden_layers": 1,
+        "layer_types": of_head("layer_types", "sliding_attention"),
+        "partial_rotary_factors": of_head("partial_rotary_factors", 1.0),
+        "rope_theta": of_head("rope_theta", 10000.0),
+        "moe_layers_enum": None,
+        "swiglu_limits": None,
+        "swiglu_limits_shared": of_head("swiglu_limits_shared", 0),
+    }
+
+
+_STEP = Family(
+    roots=("model.layers.{n}.",),
+    names={
+        "enorm.": "embedding_norm.",
+        "hnorm.": "hidden_norm.",
+        "eh_proj.": "projection.",
+        "transformer.shared_head.norm.": "norm.",
+        "transformer.shared_head.output.": "output.",
+        "embed_tokens.": COPY,
+        "": "layers.0.",
+    },
+    layers=_step_layers,
+    input="raw",
+    hands_on="raw",
+    shifted=True,
+    own_output=True,
+)
+
+# -- ERNIE --------------------------------------------------------------------------------------
+
+_ERNIE = Family(
+    roots=("model.mtp_",),
+    names={
+        "emb_norm.{i}.": "embedding_norm.",
+        "hidden_norm.{i}.": "hidden_norm.",
+        "linear_proj.{i}.": "projection.",
+        "block.{i}.": "layers.0.",
+    },
+    layers=_fixed(num_hidden_layers=1, moe_layer_start_index=1),
+    own_norm=False,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -185,15 +248,23 @@ FAMILIES: dict[str, Family] = {
     "bailing_moe_v3": _BAILING,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
+    "ernie4_5_moe": _ERNIE,
     "glm4_moe": _GLM,
     "glm4_moe_lite": _GLM,
+    "glm_moe_dsa": _DEEPSEEK,
     "longcat_flash": _LONGCAT,
     "mimo": _MIMO,
     "mimo_v2_flash": _MIMO_V2,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "qwen3_next": _QWEN,
+    "step3p5": _STEP,
 }
 
 #: Model types whose heads are known to exist and cannot be used, and why.
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {
+    "deepseek_v41": "its mtp.* tensors are the stages of a block drafter (DSpark), not of a head",
+    "longcat_flash_ngram": "it is not published whether its head reads word or n-gram embeddings",
+    "kimi_k3": "its layer leaves out the residual attention of mlx-lm's decoder layer",
+    "minimax_m3_vl": "how it combines state and embedding is not published",
+}

@@ -41,15 +41,20 @@ class Head(nn.Module):
         vocab, size = body[trunk.embedding].weight.shape
         self.embedding_norm = type(norm)(size, eps=norm.eps)
         self.hidden_norm = type(norm)(size, eps=norm.eps)
-        self.projection = nn.Linear(2 * size, size, bias=family.bias)
-        self.norm = norm if family.has_norm else nn.Identity()
-        self.output = nn.Linear(size, vocab, bias=False) if family.has_output else None
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        if family.own_norm:
+            self.norm = norm
+        if family.own_output:
+            self.output = nn.Linear(size, vocab, bias=False)
         for name in (trunk.embedding, trunk.norm):
             setattr(body, name, _same)
         family.reshape(body)
         self.body = body
         # Kept out of the tree of modules: `body` is a part of it.
         vars(self).update(family=family, trunk=trunk, model=model)
+        if not family.own_norm:
+            shared = Trunk.of(target)
+            vars(self)["norm"] = shared.inner(target)[shared.norm]
 
     def make_cache(self) -> list[Any]:
         return make_prompt_cache(vars(self)["model"])

@@ -175,6 +175,9 @@ def _load(head: Head, weights: dict[str, mx.array], where: str) -> list[str]:
             f"{where} is quantised in a way that mlx-lm does not read: {foreign[0]}. Use a "
             "checkpoint with an unquantised head and quantise it with `mlx-rewind convert`."
         )
+    projection = weights.get("projection.weight")
+    if projection is not None and projection.shape == parameters["projection.weight"].shape[::-1]:
+        weights["projection.weight"] = projection.T  # as the large ERNIE 4.5 was first published
     absent = sorted(parameters.keys() - weights.keys())
     if absent:
         raise ValueError(f"{where} lacks {', '.join(absent)}; it has {', '.join(sorted(weights))}")

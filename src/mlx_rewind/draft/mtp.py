@@ -33,8 +33,7 @@ from .protocol import Drafter, Session
 class MTP(Drafter):
     """Greedy drafting with one head or several, to any depth.
 
-    heads     head k reads what head k - 1 put out, and predicts one token further; deeper drafts
-              go round them again
+    heads     head k predicts one token further than head k - 1; deeper drafts go round them again
     target    the model whose embedding and output head they share
     input     the state of the target that the first head reads, "normed" or "raw"
     report    what was found in the checkpoint, None if they were not read from one
@@ -94,8 +93,8 @@ class MTP(Drafter):
 
     def logits(self, k: int, normed: mx.array) -> mx.array:
         """From the normed output of head `k`, [..., H], to logits [..., V]."""
-        head = self.heads[k].output or self._output_head
-        return head(normed)
+        head = self.heads[k]
+        return (head.output if head.family.own_output else self._output_head)(normed)
 
 
 class _Session(Session):
@@ -108,6 +107,7 @@ class _Session(Session):
 
     def __init__(self, drafter: MTP) -> None:
         self._drafter = drafter
+        self._chained = drafter.heads[0].family.chained
         self.caches = [head.make_cache() for head in drafter.heads]
         labelled = enumerate(self.caches)
         leaves = [(f"{k}.{label}", leaf) for k, cache in labelled for label, leaf in walk(cache)]
@@ -122,7 +122,7 @@ class _Session(Session):
         """Reads the committed pairs, in one forward per head."""
         self.close()
         self._extend(mx.array(list(tokens), mx.int32))
-        self._queue(0, hidden[None])
+        self._queue_states(hidden[None])
         self._last = self._read(0)
         for k in range(1, len(self.caches)):
             if self._readable(k) > 0:
@@ -150,7 +150,7 @@ class _Session(Session):
                     return mx.concatenate(drafts).astype(mx.uint32)
                 self._extend(drafts[-1])
                 if k + 1 == len(self.caches):  # once round: go on from what the heads put out
-                    self._queue(0, mx.concatenate(states, axis=1))
+                    self._queue_states(mx.concatenate(states, axis=1))
                     states = []
                 output = self._read((k + 1) % len(self.caches))
 
@@ -167,6 +167,11 @@ class _Session(Session):
 
     def _extend(self, tokens: mx.array) -> None:
         self._tokens = mx.concatenate([self._tokens, tokens])
+
+    def _queue_states(self, states: mx.array) -> None:
+        """Queues states of the target, or what stands for them, [1, m, H]."""
+        for k in range(1 if self._chained else len(self.caches)):
+            self._queue(k, states)
 
     def _queue(self, k: int, states: mx.array) -> None:
         queued = self._inputs[k]
@@ -190,6 +195,6 @@ class _Session(Session):
         state, normed = self._drafter.heads[k](embedded, queued[:, :rows], self.caches[k])
         self._fed[k] += rows
         self._inputs[k] = queued[:, rows:]
-        if k + 1 < len(self.caches):
+        if self._chained and k + 1 < len(self.caches):
             self._queue(k + 1, state)
         return state[:, -1:], normed[:, -1:]
