@@ -12,9 +12,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +26,7 @@ from rich.table import Table
 import mlx_rewind
 from mlx_rewind.draft.protocol import Drafter, Proposer, Session
 from mlx_rewind.load import held_out_prompts
-from mlx_rewind.target import vocab_size
+from mlx_rewind.target import Target
 from mlx_rewind.types import SpecStats
 
 ALL = "all"
@@ -48,16 +48,32 @@ class Case(NamedTuple):
 
 
 @dataclass
-class Recorder:
-    """Passes a proposer's guesses on, and notes how many there were at which length of the row."""
+class Recorder(Drafter):
+    """A drafter for one row that notes how many guesses there were at which length of the row."""
+
+    kind: ClassVar[str] = "recorded"
+    drafter: Drafter
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def start(self, target: Target) -> Proposer:
+        return Recorded(self.drafter.start(target), self.lengths)
+
+
+@dataclass
+class Recorded(Session):
+    """Passes everything on to a proposer and back."""
 
     proposer: Proposer
-    lengths: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, int]
 
     def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
         guesses = self.proposer.propose(tokens, num_draft_tokens)
         self.lengths[len(tokens)] = len(guesses)
         return guesses
+
+    def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
+        if isinstance(self.proposer, Session):
+            self.proposer.absorb(tokens, hidden)
 
     def close(self) -> None:
         if isinstance(self.proposer, Session):
@@ -66,15 +82,13 @@ class Recorder:
 
 @dataclass
 class Bench:
-    """The models under measurement. `draft` is None when there is no draft model for the target."""
+    """The models under measurement; None for a draft model or a head that there is not."""
 
     model: nn.Module
     tokenizer: Any
     draft: mlx_rewind.DraftModel | None
+    head: mlx_rewind.MTP | None
     max_tokens: int
-
-    def __post_init__(self) -> None:
-        self.vocab_size = vocab_size(self.model)
 
     def plain(self, prompt: list[int]) -> list[int]:
         tokens = []
@@ -91,6 +105,9 @@ class Bench:
         if self.draft is not None:
             for k in (1, 2, 3, 4):
                 yield Case("model", k), self.draft
+        if self.head is not None:
+            for k in (1, 2, 3, 4, 5):
+                yield Case("mtp", k), self.head
         if reference:
             for k in (4, 8):
                 yield Case("prediction", k), mlx_rewind.Prediction(reference)
@@ -100,18 +117,15 @@ class Bench:
     ) -> list[Verify]:
         """Decodes speculatively; returns the rounds. Exits if the tokens are not those of plain."""
         tokens, from_draft = [], []
-        with (
-            closing(Recorder(drafter.start(self.vocab_size))) as recorder,
-            closing(
-                mlx_rewind.generate_step(
-                    prompt,
-                    self.model,
-                    drafter=recorder,
-                    num_draft_tokens=case.num_draft_tokens,
-                    max_tokens=self.max_tokens,
-                )
-            ) as steps,
-        ):
+        recorder = Recorder(drafter)
+        generation = mlx_rewind.generate_step(
+            prompt,
+            self.model,
+            drafter=recorder,
+            num_draft_tokens=case.num_draft_tokens,
+            max_tokens=self.max_tokens,
+        )
+        with closing(generation) as steps:
             for token, _, drafted in steps:
                 tokens.append(token)
                 from_draft.append(drafted)
@@ -196,6 +210,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="target: local folder or hub name (the shipped model)")
     parser.add_argument("--draft-model", help="draft model (the shipped one for the shipped model)")
+    parser.add_argument("--mtp-norms", choices=("raw", "converted"), help="see mlx-rewind generate")
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens per prompt (48)")
     parser.add_argument("--per-kind", type=int, help="prompts of each kind (all)")
     parser.add_argument("--json", action="store_true", help="print one JSON value")
@@ -208,12 +223,15 @@ def main() -> None:
     draft = None
     if args.draft_model or not args.model:
         draft = mlx_rewind.load_draft(args.draft_model, tokenizer)
+    head = None
+    with suppress(FileNotFoundError, mlx_rewind.UnsupportedModelError):
+        head = mlx_rewind.load_mtp(args.model, model, args.mtp_norms)
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for entry in held_out_prompts(tokenizer):
         by_kind.setdefault(entry["kind"], []).append(entry)
     prompts = [entry for entries in by_kind.values() for entry in entries[: args.per_kind]]
 
-    results = measure(Bench(model, tokenizer, draft, args.max_tokens), prompts)
+    results = measure(Bench(model, tokenizer, draft, head, args.max_tokens), prompts)
     kinds = (*by_kind, ALL)
     order = sorted(results, key=lambda key: kinds.index(key[0]))
     records = [record(kind, case, results[kind, case]) for kind, case in order]

@@ -101,16 +101,20 @@ def verdict(expected: list[int], got: list[int]) -> str:
     return f"differs at {i}: {ours}, not {theirs}"
 
 
-def warm_up(model: nn.Module, tokenizer: Any, draft: mlx_rewind.DraftModel) -> None:
+def warm_up(model: nn.Module, tokenizer: Any, *drafters: Any) -> None:
     """Compiles the kernels of every window size, so that no figure below includes it."""
     prompt = tokenizer.encode("Warm up.")
-    for drafter in (None, draft):
+    for drafter in (None, *drafters):
         decode(model, tokenizer, prompt, drafter, max_tokens=12)
     decode_with_mlx_lm(model, tokenizer, prompt, max_tokens=12)
 
 
 def compare(
-    model: nn.Module, tokenizer: Any, prompt: list[int], draft: mlx_rewind.DraftModel
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: list[int],
+    draft: mlx_rewind.DraftModel,
+    head: mlx_rewind.MTP,
 ) -> dict[str, Run]:
     """The prompt decoded by mlx_lm, plainly, and with each drafter there is."""
     runs = {"(mlx_lm)": decode_with_mlx_lm(model, tokenizer, prompt)}
@@ -118,6 +122,7 @@ def compare(
     drafters: dict[str, Callable[[], Any]] = {
         "ngram": mlx_rewind.NGram,
         "model": lambda: draft,
+        "mtp": lambda: head,
         "prediction": lambda: almost(tokenizer, runs["none"].tokens),
     }
     for name, drafter in drafters.items():
@@ -127,17 +132,20 @@ def compare(
 
 def table(title: str, runs: dict[str, Run]) -> Table:
     result = Table(title=title, title_justify="left")
-    for column in ("drafter", "tokens/s", "ratio", "accepted", "tokens/step", "output"):
-        result.add_column(column, justify="left" if column in ("drafter", "output") else "right")
+    left = ("drafter", "% by depth", "output")
+    columns = ("drafter", "tok/s", "ratio", "accepted", "% by depth", "tok/step", "output")
+    for column in columns:
+        result.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     expected, plain = runs["(mlx_lm)"], runs["none"]
     for name, run in runs.items():
         ratio = f"{run.speed / plain.speed:.2f}"
-        accepted = length = ""
+        accepted = depths = length = ""
         if run.last is not None and run.last.draft_kind != "none":
             accepted = f"{run.last.draft_n_accepted}/{run.last.draft_n}"
+            depths = " ".join(f"{share:.0%}"[:-1] for share in run.last.acceptance_per_position)
             length = f"{run.last.mean_acceptance_length:.2f}"
         word = "reference" if run is expected else verdict(expected.tokens, run.tokens)
-        result.add_row(name, f"{run.speed:.1f}", ratio, accepted, length, word)
+        result.add_row(name, f"{run.speed:.0f}", ratio, accepted, depths, length, word)
     return result
 
 
@@ -163,18 +171,19 @@ def one_of_each_kind(tokenizer: Any) -> list[dict[str, Any]]:
 def main() -> int:
     model, tokenizer = mlx_rewind.load()
     draft = mlx_rewind.load_draft(None, tokenizer)
+    head = mlx_rewind.load_mtp(None, model)
     if not row_invariant():
         console.print("This machine sums a window in another order than single steps, so a near-")
         console.print("tie in bfloat16 may go either way. The models run in float32 here.\n")
-        for each in (model, draft.model):
+        for each in (model, draft.model, *head.heads):
             each.set_dtype(mx.float32)
     prompts = one_of_each_kind(tokenizer)
-    warm_up(model, tokenizer, draft)
-    show(model, tokenizer, prompts[0], draft)
+    warm_up(model, tokenizer, draft, head)
+    show(model, tokenizer, prompts[0], head)
     same = True
     for entry in prompts:
         prompt = tokenizer.encode(entry["prompt"], add_special_tokens=False)
-        runs = compare(model, tokenizer, prompt, draft)
+        runs = compare(model, tokenizer, prompt, draft, head)
         console.print(table(f"{entry['kind']}: {entry['source']}", runs))
         same &= all(run.tokens == runs["(mlx_lm)"].tokens for run in runs.values())
     if mx.default_device() == mx.Device(mx.cpu):

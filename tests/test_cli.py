@@ -300,13 +300,13 @@ def test_prefill_step_size_is_the_length_of_a_chunk(
     generate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    stock = cli.stream_generate
+    stock = cli.generate.stream_generate
 
     def spy(*args: Any, **options: Any) -> Any:
         options["prompt_progress_callback"] = lambda processed, total: seen.append(processed)
         return stock(*args, **options)
 
-    monkeypatch.setattr(cli, "stream_generate", spy)
+    monkeypatch.setattr(cli.generate, "stream_generate", spy)
     size = generate("--prefill-step-size", 4)["prompt_tokens"]
     assert seen == [*range(0, size - 1, 4), size - 1, size]
     seen.clear()
@@ -433,12 +433,16 @@ def test_wrong_commands(run: Run, line: tuple[str, ...]) -> None:
 
 def test_inspect_lists_every_cache(run: Run, llama: Path) -> None:
     records = run("inspect", "--json").json
-    assert [record["layer"] for record in records] == list(range(8))
+    assert [record["layer"] for record in records] == list(range(9))
     assert {(r["cache"], r["mechanism"], r["slots"], r["growth"]) for r in records} == {
         ("ArraysCache", "retrace", 2, "fixed"),
         ("KVCache", "trim", 2, "per token"),
     }
     assert all(record["bytes"] > 0 for record in records)
+    (head,) = [record for record in records if "mtp" in record]
+    assert head["layer"] == 8
+    assert head["mtp"]["layout"] == "embedded"
+    assert head["mtp"]["heads"] == head["mtp"]["announced"] == 1
     assert [r["cache"] for r in run("inspect", "--json", "--model", llama).json] == ["KVCache"] * 2
 
 
@@ -447,7 +451,11 @@ def test_inspect_prints_a_table(run: Run, llama: Path) -> None:
     assert (result.code, result.err) == (0, "")
     for word in ("shipped", "layer", "cache", "mechanism", "ArraysCache", "retrace", "per token"):
         assert word in result.out
-    assert "KVCache" in run("inspect", "--model", llama).out
+    for word in ("MTP head", "embedded: model.safetensors", "normed state", "converted", "none"):
+        assert word in result.out
+    dense = run("inspect", "--model", llama)
+    assert "KVCache" in dense.out
+    assert "no MTP head is known for model type llama" in dense.out
 
 
 # --- the installed command -------------------------------------------------------------------

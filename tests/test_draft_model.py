@@ -12,6 +12,7 @@ import mlx_rewind
 import zoo
 from mlx_rewind import DraftModel, UnsupportedCacheError
 from mlx_rewind.draft.protocol import Session
+from mlx_rewind.target import Target
 
 PROMPT = zoo.PROMPTS[1]
 FAMILIES = ["qwen3_5", "lfm2", "gpt_oss", "mamba2", "llama"]  # gpt_oss with a window of 8

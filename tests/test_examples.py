@@ -37,8 +37,8 @@ def test_no_example_is_forgotten() -> None:
 def test_an_example_shows_its_claim(name: str) -> None:
     output = run(f"examples/{name}.py")
     assert EXAMPLES[name] in output
-    if name == "demo":  # four prompts, each decoded plainly and with three drafters
-        assert output.count("identical │") == 4 * 4
+    if name == "demo":  # four prompts, each decoded plainly and with four drafters
+        assert output.count("identical │") == 4 * 5
     if name == "stock_speculative":
         assert "mlx_lm alone: Speculative decoding requires a trimmable prompt cache" in output
         assert int(re.search(r"^(\d+) of 60 tokens were drafted", output, re.MULTILINE)[1]) > 0
@@ -48,7 +48,7 @@ def test_acceptance_is_counted_per_kind_and_drafter() -> None:
     output = run("bench/acceptance.py", "--per-kind", "1", "--max-tokens", "6", "--json")
     records = json.loads(output)
     assert {row["kind"] for row in records} == {"code", "docs", "prose", "task", "all"}
-    assert {row["drafter"] for row in records} == {"ngram", "model", "prediction"}
+    assert {row["drafter"] for row in records} == {"ngram", "model", "mtp", "prediction"}
     for row in records:
         assert row["tokens"] <= row["steps"] + row["accepted"]
         assert row["accepted"] <= row["drafted"]

@@ -45,6 +45,11 @@ def inspect(model: nn.Module) -> list[CacheRecord]:
     cache = make_prompt_cache(model)
     check(model, cache)
     model(mx.zeros((1, 2), mx.int32), cache=cache)
+    return describe(cache)
+
+
+def describe(cache: list[Any]) -> list[CacheRecord]:
+    """One record per cache object, after a forward that gave them their shapes."""
     records = []
     for layer, entry in enumerate(cache):
         if type(entry) is CacheList:

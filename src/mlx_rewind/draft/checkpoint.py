@@ -60,7 +60,7 @@ class Stored:
 
     @property
     def layout(self) -> str:
-        if str(self.config.get("model_type")).endswith("_mtp"):
+        if is_separate_head(self.folder):
             return "separate"
         embedded = all(_TRUNK_FILE.fullmatch(file) for file in self.files.values())
         return "embedded" if embedded else "side file"
@@ -157,6 +157,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return config
+
+
+def is_separate_head(folder: Path) -> bool:
+    """Whether a folder holds heads by themselves, without the trunk."""
+    return str(read_config(folder).get("model_type", "")).endswith("_mtp")
 
 
 def announced(config: dict[str, Any], family: Family) -> int | None:

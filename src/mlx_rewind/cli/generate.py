@@ -1,0 +1,171 @@
+"""`mlx-rewind generate`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
+from rich.console import Console
+from rich.progress import Progress
+
+from ..generate import GenerationResponse, stream_generate
+from ..load import load
+from .drafting import add_draft_options, draft_kind, drafter_for
+from .options import common_options, number, true_or_false
+
+_DEFAULT_PROMPT = "Count from 1 to 20."
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        parents=[common_options()],
+        help="generate text, speculatively if a drafter is given",
+    )
+    parser.set_defaults(command=_generate)
+    _add_generation_options(parser)
+    add_draft_options(parser)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    prompt_text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    kind = draft_kind(args)
+    model, tokenizer = load(
+        args.model,
+        adapter_path=args.adapter_path,
+        trust_remote_code=args.trust_remote_code,
+        tokenizer_config={"trust_remote_code": args.trust_remote_code},
+    )
+    _add_end_tokens(tokenizer, args.extra_eos_token)
+    prompt = _apply_template(tokenizer, prompt_text, args)
+    drafter = drafter_for(kind, args, model, tokenizer)
+    if args.top_k >= len(tokenizer.get_vocab()):
+        raise ValueError(f"top_k must be below the vocabulary size, got {args.top_k}")
+    if args.seed is not None:
+        mx.random.seed(args.seed)  # after loading, which draws random weights first
+    with _prefill_bar() as progress:
+        responses = stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            drafter=drafter,
+            num_draft_tokens=args.num_draft_tokens,
+            max_tokens=args.max_tokens,
+            stop=args.stop,
+            sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+            max_kv_size=args.max_kv_size,
+            prefill_step_size=args.prefill_step_size,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+            quantized_kv_start=args.quantized_kv_start,
+            prompt_progress_callback=progress,
+        )
+        (_print_json if args.json else _print_text)(responses, args)
+
+
+def _print_text(responses: Iterator[GenerationResponse], args: argparse.Namespace) -> None:
+    for response in responses:
+        print(response.text, end="", flush=True)
+    print()
+    if args.verbose:
+        Console(highlight=False, soft_wrap=True).print(closing_line(response), style="dim")
+
+
+def _print_json(responses: Iterator[GenerationResponse], args: argparse.Namespace) -> None:
+    pieces, tokens = [], []
+    for response in responses:
+        pieces.append(response.text)
+        tokens.append(response.token)
+    fields = dataclasses.asdict(dataclasses.replace(response, logprobs=mx.zeros(0)))
+    for name in ("text", "token", "from_draft", "logprobs"):
+        del fields[name]
+    fields["acceptance_per_position"] = response.acceptance_per_position
+    print(json.dumps({"text": "".join(pieces), "tokens": tokens, **fields}))
+
+
+def closing_line(response: GenerationResponse) -> str:
+    """One line on what the generation cost and what speculation gave."""
+    parts = [
+        f"{response.prompt_tokens} prompt tokens at {response.prompt_tps:.0f}/s",
+        f"{response.generation_tokens} tokens at {response.generation_tps:.1f}/s",
+    ]
+    if response.draft_kind == "none":
+        parts.append("no drafter")
+    else:
+        shares = " ".join(f"{share:.2f}" for share in response.acceptance_per_position)
+        parts += [
+            f"{response.draft_kind}: {response.draft_rounds} rounds",
+            f"{response.draft_n_accepted}/{response.draft_n} drafts accepted",
+            f"{response.mean_acceptance_length:.2f} tokens per step",
+            f"acceptance per position {shares or '-'}",
+        ]
+    return " | ".join([*parts, response.exactness, str(response.finish_reason)])
+
+
+def _add_end_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
+    for token in tokens:
+        if not token.isdigit() and token not in tokenizer.get_vocab():
+            raise ValueError(f"--extra-eos-token {token}: the tokenizer has no such token")
+        tokenizer.add_eos_token(token)
+
+
+def _apply_template(tokenizer: Any, text: str, args: argparse.Namespace) -> str | list[int]:
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return text
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    messages.append({"role": "user", "content": text})
+    prompt: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return prompt
+
+
+@contextmanager
+def _prefill_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar for the prompt, on a terminal only; gone when the first token is there."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("prompt", total=None)
+
+        def progress(processed: int, total: int) -> None:
+            bar.update(task, completed=processed, total=total)
+            if processed == total:
+                bar.stop()
+
+        yield progress
+
+
+def _add_generation_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prompt", "-p", default=_DEFAULT_PROMPT, help="the prompt (%(default)r); - reads stdin")
+    add("--system-prompt", help="system message for the chat template")
+    add("--ignore-chat-template", action="store_true", help="feed the prompt as it is")
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=256,
+        help="tokens to generate (%(default)s), -1: no limit",
+    )
+    add("--stop", action="append", default=[], help="a string that ends the text; repeatable")
+    add("--extra-eos-token", nargs="+", default=[], help="more tokens that end the text")
+    add("--temp", type=number("temp", float, 0), default=0.0, help="temperature (0: greedy)")
+    add("--top-p", type=number("top_p", float, 0, 1), default=1.0, help="nucleus (1: all)")
+    add("--top-k", type=number("top_k", int, 0), default=0, help="best tokens to keep (0: all)")
+    add("--min-p", type=number("min_p", float, 0, 1), default=0.0, help="share of the best (0)")
+    add("--seed", type=number("seed", int, 0, 2**64 - 1), help="seed of mlx's random state")
+    add("--adapter-path", help="trained adapter weights")
+    add("--max-kv-size", type=int, help="longest attention window to keep")
+    add("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward (2048)")
+    add("--kv-bits", type=int, help="quantise KV caches to this many bits")
+    add("--kv-group-size", type=int, default=64, help="group size of kv-bits (64)")
+    add("--quantized-kv-start", type=int, default=5000, help="tokens before kv-bits takes effect")
+    add("--verbose", type=true_or_false, default=True, help="print the closing line (true)")
