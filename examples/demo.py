@@ -133,7 +133,7 @@ def compare(
 def table(title: str, runs: dict[str, Run]) -> Table:
     result = Table(title=title, title_justify="left")
     left = ("drafter", "% by depth", "output")
-    columns = ("drafter", "tok/s", "ratio", "accepted", "% by depth", "tok/step", "output")
+    columns = ("drafter", "tok/s", "ratio", "accepted", "% by depth", "/step", "output")
     for column in columns:
         result.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     expected, plain = runs["(mlx_lm)"], runs["none"]

@@ -204,7 +204,7 @@ def is_of_head(name: str, family: Family, layers: int) -> bool:
 def name_of(part: str, family: Family, index: int, layers: int) -> str:
     """What a part of head `index` is called in a checkpoint whose trunk has `layers`."""
     starts = [(to, name) for name, to in family.names.items() if part.startswith(to)]
-    to, name = max(starts, key=lambda start: len(start[0]))
+    to, name = max(starts, key=lambda start: len(start[0]))  # the first of equals
     return (family.roots[0] + name).format(n=layers + index, i=index) + part.removeprefix(to)
 
 

@@ -229,6 +229,35 @@ _STEP = Family(
     own_output=True,
 )
 
+# -- Nemotron: a head is several blocks, of which the first reads the pair ----------------------
+
+
+def _nemotron_layers(config: dict[str, Any], index: int, stored: dict[str, Any]) -> dict[str, Any]:
+    pattern = stored.get("mtp_hybrid_override_pattern") or [
+        {"attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}[kind]
+        for kind in stored.get("mtp_layers_block_type", ("attention", "moe"))
+    ]
+    return {"hybrid_override_pattern": list(pattern), "num_hidden_layers": len(pattern)}
+
+
+def _without_recurrent_blocks(body: nn.Module) -> None:
+    body.ssm_idx = slice(0)  # no cache, no mask
+
+
+_NEMOTRON = Family(
+    roots=("mtp.",),
+    names={
+        "layers.0.enorm.": "embedding_norm.",
+        "layers.0.hnorm.": "hidden_norm.",
+        "layers.0.eh_proj.": "projection.",
+        "layers.1.final_layernorm.": "norm.",
+        "layers.0.final_layernorm.": "norm.",
+        "layers.": "layers.",
+    },
+    layers=_nemotron_layers,
+    reshape=_without_recurrent_blocks,
+)
+
 # -- ERNIE --------------------------------------------------------------------------------------
 
 _ERNIE = Family(
@@ -255,6 +284,7 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": _LONGCAT,
     "mimo": _MIMO,
     "mimo_v2_flash": _MIMO_V2,
+    "nemotron_h": _NEMOTRON,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "qwen3_next": _QWEN,
