@@ -91,6 +91,17 @@ _QWEN = Family(
     reshape=_without_recurrent_layers,
 )
 
+# -- EXAONE: named as Qwen's, a dense layer of the kind of the trunk's first --------------------
+
+_EXAONE = replace(
+    _QWEN,
+    roots=("mtp.",),
+    layers=_fixed(num_hidden_layers=1, is_moe_layer=[False]),
+    count=("num_nextn_predict_layers",),
+    shifted=False,
+    reshape=lambda body: None,
+)
+
 # -- DeepSeek, GLM and Bailing: a NextN layer after the trunk's ---------------------------------
 
 _DEEPSEEK = Family(
@@ -278,6 +289,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "ernie4_5_moe": _ERNIE,
+    "exaone_moe": _EXAONE,
     "glm4_moe": _GLM,
     "glm4_moe_lite": _GLM,
     "glm_moe_dsa": _DEEPSEEK,
