@@ -12,10 +12,11 @@ window is taken token by token, so that it has the bits of plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
@@ -232,6 +233,19 @@ class RetraceUndo(Undo):
             self.tape.seek(kept)
         if self._start is not None:
             note_position(self._cache, self._start + kept)
+
+    def rewind_rows(self, kept: Sequence[int]) -> None:
+        """Rewinds all rows to every count that one of them has, and takes each row's own."""
+        slots: dict[int, Slots] = {}
+        for count in sorted(set(kept)):
+            self.rewind(count)
+            slots[count] = slots_of(self._cache)
+        merged = slots_of(self._cache)
+        for name, slot in merged.items():
+            if slot is not None:
+                rows = [slots[count][name][b : b + 1] for b, count in enumerate(kept)]
+                merged[name] = mx.concatenate(rows)
+        set_slots(self._cache, merged)
 
     def renew(self) -> None:
         self._after = None

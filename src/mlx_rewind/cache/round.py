@@ -26,6 +26,7 @@ from ..errors import UnsupportedCacheError, UnsupportedModelError
 from .attach import Attachment, attach
 from .probe import check_end, shape_of, walk
 from .retrace import LOG, RetraceUndo
+from .rows import ROWS, RowsUndo, num_rows
 from .slots import is_recurrent, position, slots_of
 from .undo import UNDOS, RingUndo, Undo, stock_class
 
@@ -56,7 +57,7 @@ class Round:
         self._single_steps = single_steps
         self._undos: dict[str, Undo] = {}
         self._fed: int | None = None
-        self._at = 0
+        self._at = self._all(0)
         self._open = False
 
     # -- life -----------------------------------------------------------------------------------
@@ -90,6 +91,8 @@ class Round:
     def _undo(self, label: str, entry: Any) -> Undo:
         if label in self._plan.calls:
             return RetraceUndo(entry, calls_per_forward=self._plan.calls[label])
+        if isinstance(entry, ROWS):
+            return RowsUndo(entry)
         return UNDOS[stock_class(entry)](entry, self._single_steps)
 
     def seal(self) -> int:
@@ -97,7 +100,8 @@ class Round:
         self._require_open()
         if self._fed is None:
             fed = [undo.seal() for undo in self._undos.values()]
-            self._fed = self._at = max(fed, default=0)
+            self._fed = max(fed, default=0)
+            self._at = self._all(self._fed)
             self._uneven = min(fed, default=0) != self._fed
             self._missed = any(undo.missed for undo in self._undos.values())
             self._marks = self._where()
@@ -107,16 +111,19 @@ class Round:
         """Refuses to keep a part of a window that a dynamic rope turns by its end."""
         if self._plan.window_end is not None and self._single_steps is None:
             fed = self._fed or 0
-            end = self._plan.offset - self._at + fed
+            end = self._plan.offset - max(self._at) + fed
             check_end(self._plan.window_end, fed, end, "one by one, in a Round with single_steps")
 
-    def rewind(self, kept: int) -> None:
-        """Moves the caches to the state after the first `kept` tokens; the round stays open."""
+    def rewind(self, kept: int | Iterable[int]) -> None:
+        """Moves the caches to the state after the first `kept` tokens; the round stays open.
+
+        kept    an int, or one int per row
+        """
         self.seal()
-        kept = self._check_kept(kept)
-        if kept != self._at or kept == 0:
+        counts = self._check_kept(kept)
+        if counts != self._at or not any(counts):
             self._require_untouched()
-            self._move(kept)
+            self._move(counts)
 
     def commit(self, kept: int | Iterable[int]) -> None:
         """Keeps the first `kept` tokens and closes the round.
@@ -127,7 +134,7 @@ class Round:
         """
         self.seal()
         self._require_untouched()
-        self.rewind(self._one_row(kept))
+        self.rewind(kept)
         self._close()
 
     def renew(self) -> None:
@@ -148,12 +155,12 @@ class Round:
         """Takes back everything that was fed and closes the round; without effect when closed."""
         if self._open:
             self.seal()
-            self._move(0)
+            self._move(self._all(0))
             self._close()
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _move(self, kept: int) -> None:
+    def _move(self, kept: tuple[int, ...]) -> None:
         moved = False
         try:
             given = self._plan.siblings
@@ -161,7 +168,7 @@ class Round:
                 self._retrace(label, siblings, kept)
             for label, undo in self._undos.items():
                 if label not in given:
-                    undo.rewind(kept)
+                    _rewind(undo, kept)
             self._at = kept
             self._marks = self._where()
             moved = True
@@ -169,12 +176,14 @@ class Round:
             if not moved:
                 for undo in self._undos.values():
                     undo.rewind(0)
-                self._at, self._marks = 0, self._where()
+                self._at, self._marks = self._all(0), self._where()
 
-    def _retrace(self, label: str, siblings: list[str], kept: int) -> None:
+    def _retrace(self, label: str, siblings: list[str], counts: tuple[int, ...]) -> None:
         """Rewinds a recurrent cache whose layer is given attention caches too: as they were."""
-        undo = self._undos[label]
+        undo, kept = self._undos[label], counts[0]
         assert isinstance(undo, RetraceUndo)
+        if len(set(counts)) > 1:
+            raise RuntimeError("a layer with recurrent and attention caches keeps rows together")
         if kept:
             _, before = undo.tape.forward_of(kept)
             for sibling in siblings:
@@ -189,7 +198,10 @@ class Round:
         """Slots and offsets, which tell whether a cache was touched since."""
         marks: list[Any] = []
         for _, entry in self._plan.leaves:
-            marks += slots_of(entry).values() if is_recurrent(entry) else [entry.offset]
+            if is_recurrent(entry):
+                marks += slots_of(entry).values()
+            else:
+                marks.append(tuple(entry.lengths) if isinstance(entry, ROWS) else entry.offset)
         return marks
 
     def _close(self) -> None:
@@ -207,31 +219,35 @@ class Round:
                 "open a new Round for the next window"
             )
 
-    def _check_kept(self, kept: int) -> int:
-        try:
-            kept = operator.index(kept)
-        except TypeError:
-            raise ValueError(f"kept must be an int, got {kept!r}") from None
-        if not 0 <= kept <= (self._fed or 0):
-            raise ValueError(f"kept must be within 0..{self._fed} (the tokens fed), got {kept}")
+    def _check_kept(self, kept: int | Iterable[int]) -> tuple[int, ...]:
+        """One count per row, each within what was fed."""
+        counts = tuple(kept) if isinstance(kept, Iterable) else self._all(kept)
+        if len(counts) != self._plan.rows:
+            raise ValueError(
+                f"this prompt cache has {self._plan.rows} row(s), got {len(counts)} kept counts"
+            )
+        for count in counts:
+            try:
+                fits = 0 <= operator.index(count) <= (self._fed or 0)
+            except TypeError:
+                raise ValueError(f"kept must be an int, got {count!r}") from None
+            if not fits:
+                raise ValueError(
+                    f"kept must be within 0..{self._fed} (the tokens fed), got {count}"
+                )
         if self._missed:
             raise RuntimeError(
                 "a recurrent cache was written by a forward that was not recorded: the model was "
                 "detached, or the cache was fed through another one"
             )
-        if self._uneven and kept:
+        if self._uneven and any(counts):
             raise RuntimeError("the caches were fed different numbers of tokens in this Round")
-        if kept:
+        if any(counts):
             self._check_end()
-        return kept
+        return tuple(operator.index(count) for count in counts)
 
-    def _one_row(self, kept: int | Iterable[int]) -> int:
-        if not isinstance(kept, Iterable):
-            return kept
-        rows = list(kept)
-        if len(rows) != 1:
-            raise ValueError(f"this prompt cache has one row, got {len(rows)} kept counts")
-        return rows[0]
+    def _all(self, kept: int) -> tuple[int, ...]:
+        return (kept,) * self._plan.rows
 
 
 class Checkpoint:
@@ -281,7 +297,16 @@ class Plan:
     @property
     def offset(self) -> int:
         """Tokens in the attention caches; 0 if there are none."""
-        return max((c.offset for _, c in self.leaves if not is_recurrent(c)), default=0)
+        attention = (cache for _, cache in self.leaves if not is_recurrent(cache))
+        return max((_length(cache) for cache in attention), default=0)
+
+    @property
+    def rows(self) -> int:
+        """Rows that may keep different counts: 1 where a stock attention cache keeps them together."""
+        caches = [cache for _, cache in self.leaves]
+        if any(not is_recurrent(cache) and not isinstance(cache, ROWS) for cache in caches):
+            return 1
+        return next((n for n in (num_rows(cache) for cache in caches) if n), 1)
 
     def check_windows(self) -> None:
         """Raises `UnsupportedModelError` for a model that computes windows wrongly in mlx-lm."""
@@ -317,7 +342,7 @@ def _check_class(label: str, entry: Any) -> None:
         raise UnsupportedCacheError(
             f"cache {label} ({name}) is speculating: call stop_speculation(cache) first"
         )
-    if stock_class(entry) not in UNDOS and not is_recurrent(entry):
+    if not (stock_class(entry) in UNDOS or is_recurrent(entry) or isinstance(entry, ROWS)):
         known = ", ".join(sorted(c.__name__ for c in (*UNDOS, ArraysCache)))
         raise UnsupportedCacheError(
             f"cache {label} is a {name}, which cannot be rolled back (supported: {known})"
@@ -352,6 +377,8 @@ def check_positions(leaves: list[tuple[str, Any]]) -> None:
     """Refuses a prompt cache whose parts are known to hold different numbers of tokens."""
     known: dict[int, str] = {}
     for label, entry in leaves:
+        if isinstance(entry, ROWS):
+            continue
         tokens = position(entry) if is_recurrent(entry) else entry.offset
         if tokens is not None:
             known.setdefault(int(tokens), f"cache {label} ({type(entry).__name__})")
@@ -362,6 +389,19 @@ def check_positions(leaves: list[tuple[str, Any]]) -> None:
         )
 
 
+def _length(cache: Any) -> int:
+    """Tokens in an attention cache; in its longest row."""
+    return max(cache.lengths) if isinstance(cache, ROWS) else int(cache.offset)
+
+
+def _rewind(undo: Undo, kept: tuple[int, ...]) -> None:
+    if len(set(kept)) == 1:
+        undo.rewind(kept[0])
+    else:
+        undo.rewind_rows(kept)
+
+
 def _same(ours: list[Any], theirs: list[Any]) -> bool:
     """Equal offsets and identical arrays."""
-    return all(x == y if isinstance(x, int) else x is y for x, y in zip(ours, theirs, strict=True))
+    pairs = zip(ours, theirs, strict=True)
+    return all(x == y if isinstance(x, (int, tuple)) else x is y for x, y in pairs)

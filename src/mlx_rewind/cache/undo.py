@@ -13,7 +13,7 @@ Buffers beyond the valid length are never part of a cache's state, so an undo ma
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache as memoize
 from typing import Any, ClassVar
@@ -83,6 +83,12 @@ class Undo(ABC):
     @abstractmethod
     def rewind(self, kept: int) -> None:
         """Sets the cache to what it is after the first `kept` tokens."""
+
+    def rewind_rows(self, kept: Sequence[int]) -> None:
+        """The same with a count for each row; rows of a stock cache keep the same."""
+        if len(set(kept)) != 1:
+            raise ValueError(f"the rows of a stock cache cannot keep {list(kept)}")
+        self.rewind(kept[0])
 
     def renew(self) -> None:  # noqa: B027
         """Lets go of what only the thread that fed the tokens can compute."""
