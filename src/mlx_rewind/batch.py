@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 
-from .draft.protocol import Proposer
+from .cache.rows import join, keep, rows_of
+from .draft.protocol import Proposer, Session
 from .types import SpecStats
 
 Sampler = Callable[[mx.array], mx.array]
@@ -25,19 +27,25 @@ class Row:
         tokens   p0 ... pn | e0 e1 ... ek          prompt, then what was emitted
         cache    └─ tokens[:-1] ─────┘  ^ pending
 
-    proposer      guesses for this row, None for plain decoding
-    max_tokens    how many tokens may be emitted, negative for no limit
+    max_tokens          how many tokens may be emitted, negative for no limit
+    proposer            guesses for this row, None for plain decoding
+    num_draft_tokens    most draft tokens per round
+    error               what the row's own sampler, processor or proposer raised; see `Batch`
     """
 
     tokens: list[int]
     max_tokens: int = 256
     proposer: Proposer | None = None
+    num_draft_tokens: int = 4
     sampler: Sampler = greedy_sampler
     processors: Sequence[LogitsProcessor] = ()
     stats: SpecStats = field(default_factory=SpecStats)
+    error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        if self.num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens must be 0 or more, got {self.num_draft_tokens}")
 
     @property
     def remaining(self) -> int:
@@ -48,6 +56,16 @@ class Row:
     @property
     def is_greedy(self) -> bool:
         return self.sampler is greedy_sampler and not self.processors
+
+    def absorb(self, hidden: mx.array | None, tokens: Sequence[int]) -> None:
+        """Hands the states [>= n, H] before n committed tokens to the proposer."""
+        if hidden is not None and tokens and isinstance(self.proposer, Session):
+            self.proposer.absorb(tokens, hidden[: len(tokens)])
+
+    def close(self) -> None:
+        """Ends the proposer's part, whatever the row's end."""
+        if isinstance(self.proposer, Session):
+            self.proposer.close()
 
     def choose(self, logits: mx.array, history: mx.array | None) -> tuple[mx.array, mx.array]:
         """Draws one token as mlx-lm does: processors, log-softmax, sampler.
@@ -64,13 +82,60 @@ class Row:
 
 @dataclass
 class Batch:
-    """The rows that one forward serves, and their model and prompt cache. Today: one row."""
+    """The rows that one forward serves, and their model and prompt cache.
+
+    cache       stock caches for one row, caches of rows (`cache.rows`) for several
+    isolates    whether a row that fails does so alone: the exception ends up in `row.error`,
+                and what it said of its tokens is lost. Otherwise it is raised.
+    """
 
     model: nn.Module
     cache: list[Any]
     rows: list[Row]
+    isolates: bool = False
+
+    def guard(self, row: Row) -> _Guard:
+        return _Guard(row, self.isolates)
+
+    def open(self, slack: int) -> None:
+        """Makes the stock caches of the one row caches that other rows may join.
+
+        slack    the longest window that will be verified, for sliding windows
+        """
+        self.cache = [rows_of(entry, slack) for entry in self.cache]
+
+    def join(self, other: Batch) -> None:
+        """Takes the rows of another opened batch of the same model."""
+        join(self.cache, other.cache)
+        self.rows += other.rows
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Lets go of all rows but these."""
+        keep(self.cache, rows)
+        self.rows = [self.rows[row] for row in rows]
 
     @property
     def pending(self) -> mx.array:
         """The last token of every row, which no cache holds yet, [B, 1]."""
         return mx.array([[row.tokens[-1]] for row in self.rows], mx.uint32)
+
+
+@dataclass
+class _Guard:
+    """Keeps to a row what its own callables raise. They are the user's, and may raise anything."""
+
+    row: Row
+    isolates: bool
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not self.isolates or not isinstance(error, Exception):
+            return False
+        self.row.error = error
+        return True

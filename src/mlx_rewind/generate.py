@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler
 from .draft.model import DraftModel, check_tokenizers
-from .draft.protocol import Drafter, Proposer, Session, kind_of, start
+from .draft.protocol import Drafter, Proposer, kind_of, start
 from .speculate import Decoder
 from .stops import StopStrings
 from .target import exactness
@@ -110,11 +110,12 @@ class _Generation:
         self.row = Row(
             tokens,
             max_tokens=options.max_tokens,
+            num_draft_tokens=options.num_draft_tokens,
             sampler=options.sampler or greedy_sampler,
             processors=tuple(options.logits_processors or ()),
         )
         batch = Batch(model, cache, [self.row])
-        self._decoder = Decoder(batch, options.num_draft_tokens, options.quantize)
+        self._decoder = Decoder(batch, options.quantize)
         self.exactness = exactness(model, cache)
         if drafter is not None:
             self._decoder.plan.check_windows()
@@ -128,25 +129,26 @@ class _Generation:
         """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
         decoder = self._decoder
         try:
-            decoder.prefill(self._options.prefill_step_size, self._progress)
+            for _ in decoder.prefill(self._options.prefill_step_size, self._progress):
+                pass
             while self.row.remaining > 0:
                 (output,) = decoder.step()
+                assert output is not None
                 if not self.stats.steps:
                     self._progress(self.prompt_length, self.prompt_length)
                 for token, logprobs in zip(output.tokens, output.logprobs, strict=True):
-                    emission = token, logprobs, output.from_draft(decoder.emitted)
+                    emission = token, logprobs, output.from_draft(decoder.emitted[0])
                     if self._options.prompt_cache is not None:
-                        decoder.show(decoder.emitted + 1)
+                        decoder.show(decoder.emitted[0] + 1)
                     self.row.tokens.append(token)
-                    decoder.emitted += 1  # nothing can interrupt between this and the yield
+                    decoder.emitted[0] += 1  # nothing can interrupt between this and the yield
                     yield emission
                 decoder.commit()
         finally:
             try:
                 decoder.close()
             finally:
-                if isinstance(self.row.proposer, Session):
-                    self.row.proposer.close()
+                self.row.close()
 
 
 def generate_step(

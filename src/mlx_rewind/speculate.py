@@ -13,8 +13,9 @@ launched first, so the device never waits for the host.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from mlx_lm.models.cache import KVCache
 from .accept import match
 from .batch import Batch, Row
 from .cache.round import Checkpoint, Round, check
-from .draft.protocol import Session, propose
+from .draft.protocol import propose
 from .target import Target, check_quantizable
 from .types import Draft, StepOutput
 
@@ -94,77 +95,84 @@ class Choices:
 
 @dataclass
 class Flight:
-    """A verify that was launched: its round is sealed, its results are lazy."""
+    """A verify that was launched: its round is sealed, its results are lazy.
+
+    choices     one per row, None for a row that failed
+    hidden      [B, K + 1, H] the states of the window, if a proposer reads them
+    accepted    draft tokens of each row that the target agreed with
+    """
 
     draft: Draft
     round: Round
-    choices: list[Choices]
+    choices: list[Choices | None]
     hidden: mx.array | None
-    accepted: int = 0
+    accepted: list[int]
 
 
 class Decoder:
-    """Runs rounds over a batch (today: one row).
+    """Runs rounds over the rows of a batch.
 
-    num_draft_tokens     most draft tokens per round
-    quantize             (quantized_kv_start, kv_group_size, kv_bits), or None
+    quantize    (quantized_kv_start, kv_group_size, kv_bits), or None
 
-    emitted              tokens of the current block that went out; the caller counts them
+    emitted     tokens of each row's current block that went out; the caller counts them
 
     Per round: `step`, then `show` as tokens go out if anybody looks at the caches, then `commit`.
     `close` ends at any point, also after an exception, with the invariant restored.
     """
 
-    def __init__(
-        self, batch: Batch, num_draft_tokens: int, quantize: tuple[int, int, int] | None = None
-    ) -> None:
+    def __init__(self, batch: Batch, quantize: tuple[int, int, int] | None = None) -> None:
         self.plan = check(batch.model, batch.cache)
         if quantize:
             check_quantizable(batch.model, batch.cache, *quantize[1:])
-        if num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
         self.target = Target(batch.model)
-        self._batch = batch
-        self._num_draft_tokens = num_draft_tokens
+        self.batch = batch
         self._quantize_at = quantize
-        self.emitted = 0
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
+        self.emitted = [0] * len(batch.rows)
+        self._rounds = 0
 
     # -- prefill --------------------------------------------------------------------------------
 
-    def prefill(self, step_size: int, progress: Callable[[int, int], None]) -> None:
-        """Feeds the prompt but for its last token, in chunks, exactly as mlx-lm does.
+    def prefill(self, step_size: int, progress: Callable[[int, int], None]) -> Iterator[None]:
+        """Feeds the one row's prompt but for its last token, in chunks, exactly as mlx-lm does.
 
-        progress(processed, total) is called before and after every chunk. An exception leaves the
-        caches as they were.
+        Yields after every chunk. progress(processed, total) is called before and after each. An
+        exception, or the end of the iterator before it is through, leaves the caches as they were.
         """
-        (row,) = self._batch.rows
+        (row,) = self.batch.rows
         prompt, total, done = mx.array(row.tokens), len(row.tokens), 0
         with ExitStack() as undo:
-            undo.callback(Checkpoint(self._batch.cache).restore)
+            undo.callback(Checkpoint(self.batch.cache).restore)
             progress(done, total)
             while total - done > 1:
                 chunk = prompt[None, done : min(done + step_size, total - 1)]
                 with mx.stream(generation_stream):
-                    hidden = self.target(chunk, self._batch.cache).hidden
+                    hidden = self.target(chunk, self.batch.cache).hidden
                     self._quantize()
-                    self._absorb(hidden, row.tokens[done + 1 : done + chunk.size + 1])
-                    mx.eval([entry.state for entry in self._batch.cache])
+                    known = row.tokens[done + 1 : done + chunk.size + 1]
+                    row.absorb(None if hidden is None else hidden[0], known)
+                    mx.eval([entry.state for entry in self.batch.cache])
                 done += chunk.size
                 progress(done, total)
                 mx.clear_cache()
+                if total - done > 1:
+                    yield
             undo.pop_all()
 
     # -- the round ------------------------------------------------------------------------------
 
-    def step(self) -> list[StepOutput]:
-        """Drafts, verifies and accepts; returns each row's block. The caches are mid-round."""
+    def step(self) -> list[StepOutput | None]:
+        """Drafts, verifies and accepts; returns each row's block. The caches are mid-round.
+
+        A row that failed has no block; see `Batch.isolates`.
+        """
         if not self._flights:
-            self._launch(self._batch.pending, self._draft())
+            self._launch(self.batch.pending, self._draft())
         self._thread = threading.current_thread()
         flight = self._flights[0]
-        if self._knows_next_window(flight):
-            self._launch(flight.choices[0].first[None], Draft.empty())
+        if self._knows_next_windows(flight):
+            firsts = [choices.first for choices in flight.choices if choices]
+            self._launch(mx.stack(firsts), Draft.empty(len(firsts)))
         return self._accept(flight)
 
     def show(self, emitted: int) -> None:
@@ -177,22 +185,30 @@ class Decoder:
                 flight.round.rewind(emitted)
 
     def commit(self) -> None:
-        """Ends the round: the caches keep what was emitted of the block, maybe nothing."""
+        """Ends the round: the caches keep what was emitted of each block, maybe nothing."""
         flight, *ahead = self._flights
-        emitted = self.emitted
+        kept = self.emitted
         with mx.stream(generation_stream):
             if ahead:
                 ahead[0].round.rewind(1)
                 flight.round.release()
             else:
-                flight.round.commit(emitted)
-            self._flights, self.emitted = ahead, 0
+                flight.round.commit(kept)
+            self._flights, self.emitted = ahead, [0] * len(kept)
             self._quantize()
-            (row,) = self._batch.rows
-            self._absorb(flight.hidden, row.tokens[len(row.tokens) - emitted :])
-        row.stats.count(flight.draft.num_tokens, flight.accepted, emitted)
-        if row.stats.steps % 256 == 0:
+            for b, row in enumerate(self.batch.rows):
+                hidden = None if flight.hidden is None else flight.hidden[b]
+                row.stats.count(flight.draft.lengths[b], flight.accepted[b], kept[b])
+                with self.batch.guard(row):
+                    row.absorb(hidden, row.tokens[len(row.tokens) - kept[b] :])
+        self._rounds += 1
+        if self._rounds % 256 == 0:
             mx.clear_cache()
+
+    def settle(self) -> None:
+        """Takes back what was launched ahead, between two rounds: the rows are about to change."""
+        while self._flights:
+            self._flights.pop().round.abort()
 
     def close(self) -> None:
         """Ends the decoding after what was emitted of the current block.
@@ -207,22 +223,29 @@ class Decoder:
                 with mx.stream(generation_stream):
                     self._flights[0].round.renew()
             self.commit()
-        mx.eval([entry.state for entry in self._batch.cache])
+        mx.eval([entry.state for entry in self.batch.cache])
 
     # -- parts ----------------------------------------------------------------------------------
 
     def _draft(self) -> Draft:
-        (row,) = self._batch.rows
-        limit = min(self._num_draft_tokens, row.remaining - 1, self._until_quantized())
+        guesses = [mx.zeros((0,), mx.uint32)] * len(self.batch.rows)
+        for b, row in enumerate(self.batch.rows):
+            limit = self._limit(row)
+            if row.proposer is not None and limit > 0:
+                with self.batch.guard(row):
+                    guesses[b] = propose(row.proposer, row.tokens, limit, self.target.vocab_size)
+        return Draft.of(guesses)
+
+    def _limit(self, row: Row) -> int:
+        """Most draft tokens of a row in the next round."""
+        limit = min(row.num_draft_tokens, row.remaining - 1, self._until_quantized())
         if self.plan.window_end is not None:
             limit = min(limit, self.plan.window_end - 1 - self.plan.offset)
-        if row.proposer is None or limit < 1:
-            return Draft.empty()
-        return Draft(propose(row.proposer, row.tokens, limit, self.target.vocab_size)[None])
+        return limit
 
     def _launch(self, pending: mx.array, draft: Draft) -> None:
         """Verifies `draft` [B, K] after `pending` [B, 1]; nothing is read back."""
-        batch = self._batch
+        batch = self.batch
         with mx.stream(generation_stream), ExitStack() as undo:
             steps = None if draft.num_tokens else 1
             verify = Round(batch.model, batch.cache, single_steps=steps, plan=self.plan)
@@ -233,19 +256,16 @@ class Decoder:
                 window = mx.concatenate([pending, draft.tokens], axis=1)
             output = self.target(window, batch.cache)
             verify.seal()
-            choices = [
-                Choices(row, output.logits[b], self._history(row, window[b]))
-                for b, row in enumerate(batch.rows)
-            ]
-            mx.async_eval(window, *(x for choice in choices for x in choice.lazy))
-            self._flights.append(Flight(draft, verify, choices, output.hidden))
+            choices: list[Choices | None] = [None] * len(batch.rows)
+            for b, row in enumerate(batch.rows):
+                size = draft.lengths[b] + 1
+                with batch.guard(row):
+                    history = self._history(row, window[b, :size])
+                    choices[b] = Choices(row, output.logits[b, :size], history)
+            mx.async_eval(window, *(x for choice in choices if choice for x in choice.lazy))
+            none_yet = [0] * len(batch.rows)
+            self._flights.append(Flight(draft, verify, choices, output.hidden, none_yet))
             undo.pop_all()
-
-    def _absorb(self, hidden: mx.array | None, tokens: list[int]) -> None:
-        """Hands the states [B, >= n, H] before n committed tokens to the row's proposer."""
-        (row,) = self._batch.rows
-        if hidden is not None and tokens and isinstance(row.proposer, Session):
-            row.proposer.absorb(tokens, hidden[0, : len(tokens)])
 
     def _history(self, row: Row, window: mx.array) -> mx.array | None:
         """The row's tokens, then the draft, [n + K]; None if nobody asks."""
@@ -254,30 +274,35 @@ class Decoder:
         known = len(row.tokens) - (not self._flights)
         return mx.concatenate([mx.array(row.tokens[:known], mx.int32), window])
 
-    def _accept(self, flight: Flight) -> list[StepOutput]:
+    def _accept(self, flight: Flight) -> list[StepOutput | None]:
+        outputs: list[StepOutput | None] = [None] * len(flight.choices)
         with mx.stream(generation_stream):
-            outputs = []
-            for guesses, choices in zip(flight.draft.read(), flight.choices, strict=True):
-                verdict = match(guesses, choices.token)
-                flight.accepted = verdict.accepted
-                logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))
-                outputs.append(StepOutput(verdict.tokens, logprobs))
+            for b, guesses in enumerate(flight.draft.read()):
+                row, choices = self.batch.rows[b], flight.choices[b]
+                if choices is None or row.error is not None:
+                    continue
+                with self.batch.guard(row):
+                    verdict = match(guesses, choices.token)
+                    logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))
+                    outputs[b] = StepOutput(verdict.tokens, logprobs)
+                    flight.accepted[b] = verdict.accepted
         return outputs
 
-    def _knows_next_window(self, flight: Flight) -> bool:
+    def _knows_next_windows(self, flight: Flight) -> bool:
         """Whether the next round needs nothing from the host: no drafter, and one more to come."""
-        (row,) = self._batch.rows
-        last = row.remaining <= 1
-        return not (flight.draft.num_tokens or row.proposer or last or self._until_quantized() < 0)
+        if flight.draft.num_tokens or self._until_quantized() < 0 or None in flight.choices:
+            return False
+        rows = self.batch.rows
+        return not any(row.proposer or row.error or row.remaining <= 1 for row in rows)
 
     # -- quantised caches -----------------------------------------------------------------------
 
     def _quantize(self) -> None:
         if self._quantize_at and not self._flights:
-            before = list(self._batch.cache)
-            maybe_quantize_kv_cache(self._batch.cache, *self._quantize_at)
-            if any(new is not old for new, old in zip(self._batch.cache, before, strict=True)):
-                self.plan = check(self._batch.model, self._batch.cache)
+            before = list(self.batch.cache)
+            maybe_quantize_kv_cache(self.batch.cache, *self._quantize_at)
+            if any(new is not old for new, old in zip(self.batch.cache, before, strict=True)):
+                self.plan = check(self.batch.model, self.batch.cache)
 
     def _until_quantized(self) -> int:
         """Draft tokens that fit before a cache is due to be quantised; negative: due now.
@@ -286,7 +311,7 @@ class Decoder:
         switch, or all after it.
         """
         if not self._quantize_at:
-            return self._num_draft_tokens
+            return sys.maxsize
         start = self._quantize_at[0]
-        plain = [c.offset for c in self._batch.cache if type(c) is KVCache]
-        return min((start - 1 - offset for offset in plain), default=self._num_draft_tokens)
+        plain = [c.offset for c in self.batch.cache if type(c) is KVCache]
+        return min((start - 1 - offset for offset in plain), default=sys.maxsize)

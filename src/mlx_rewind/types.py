@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,23 +13,38 @@ import mlx.core as mx
 class Draft:
     """Guessed continuations, one per row.
 
-    tokens  [B, K] uint32, may still be lazy; K = 0 is plain decoding
+    row 0   d1 d2 d3      tokens   [B, K] uint32, may still be lazy; K = 0 is plain decoding
+    row 1   d1 .  .       lengths  draft tokens of each row; what lies beyond is padding
     """
 
     tokens: mx.array
+    lengths: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
+        """K, the draft tokens of the longest row."""
         return self.tokens.shape[1]
 
     @classmethod
+    def of(cls, rows: Sequence[mx.array]) -> Draft:
+        """From one array of draft tokens, [n] uint32, per row."""
+        lengths = tuple(row.size for row in rows)
+        longest = max(lengths)
+        if len(rows) == 1:
+            return cls(rows[0][None], lengths)
+        padded = [mx.pad(row, (0, longest - row.size)) if longest else row for row in rows]
+        return cls(mx.stack(padded), lengths)
+
+    @classmethod
     def empty(cls, rows: int = 1) -> Draft:
-        return cls(mx.zeros((rows, 0), mx.uint32))
+        return cls(mx.zeros((rows, 0), mx.uint32), (0,) * rows)
 
     def read(self) -> list[list[int]]:
         """The tokens on the host. An empty draft must not wait for the device."""
-        rows: Any = self.tokens.tolist() if self.num_tokens else [[]] * self.tokens.shape[0]
-        return rows
+        if not self.num_tokens:
+            return [[] for _ in self.lengths]
+        rows: Any = self.tokens.tolist()
+        return [row[:length] for row, length in zip(rows, self.lengths, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows that may keep different counts: 1 where a stock attention cache keeps them together."""
+        """Rows that may keep different counts; a stock attention cache keeps its rows together."""
         caches = [cache for _, cache in self.leaves]
         if any(not is_recurrent(cache) and not isinstance(cache, ROWS) for cache in caches):
             return 1

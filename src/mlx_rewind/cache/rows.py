@@ -63,6 +63,11 @@ class RowsCache(ABC):
         self.lengths = [length + fed for length in self._lengths]
         return _used(self.keys, used), _used(self.values, used)
 
+    def keys_and_values(self) -> Any:
+        """All slots in use."""
+        used = self._used(0)
+        return _used(self.keys, used), _used(self.values, used)
+
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:

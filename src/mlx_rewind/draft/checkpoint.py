@@ -181,12 +181,12 @@ def find_heads(folder: Path, target: nn.Module) -> Stored | None:
     name, family = family_of(target)
     config = read_config(folder)
     kind = str(config.get("model_type", ""))
-    if kind.endswith("_mtp") and kind != f"{name}_mtp":
+    if kind.endswith("_mtp") and FAMILIES.get(kind.removesuffix("_mtp")) is not family:
         raise DraftMismatchError(
             f"{folder} holds a head of type {kind}; a {name} target needs one of type {name}_mtp"
         )
     stored = Stored(folder, family, config)
-    for file in _files(folder):
+    for file in _files(folder, config):
         _add(stored, file, num_layers(target))
     return stored if stored.parts else None
 
@@ -208,9 +208,12 @@ def name_of(part: str, family: Family, index: int, layers: int) -> str:
     return (family.roots[0] + name).format(n=layers + index, i=index) + part.removeprefix(to)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, config: dict[str, Any]) -> Iterator[Path]:
     yield from sorted(folder.glob("*.safetensors"))
     yield from sorted((folder / SIDE_FOLDER).glob("*.safetensors"))
+    extra = (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")  # noted by OptiQ and MTPLX
+    if extra and Path(extra).parent.name not in ("", SIDE_FOLDER) and (folder / extra).is_file():
+        yield folder / extra
 
 
 def _add(stored: Stored, path: Path, layers: int) -> None:

@@ -85,18 +85,32 @@ _QWEN = Family(
         "layers.{i}.": "layers.0.",
         "norm.": "norm.",
     },
-    layers=_fixed(num_hidden_layers=1, full_attention_interval=1),
+    layers=_fixed(
+        num_hidden_layers=1, full_attention_interval=1, mlp_only_layers=[], decoder_sparse_step=1
+    ),
     count=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     shifted=True,
     reshape=_without_recurrent_layers,
 )
 
-# -- EXAONE: named as Qwen's, a dense layer of the kind of the trunk's first --------------------
+# -- EXAONE: named as Qwen's, a dense layer -----------------------------------------------------
+
+
+def _exaone_layers(config: dict[str, Any], index: int, stored: dict[str, Any]) -> dict[str, Any]:
+    """Full attention has no rope in a model that has sliding windows too: the list says so."""
+    kinds = stored.get("mtp_layer_types") or ["full_attention"]
+    sliding = [kind for kind in config["layer_types"] if kind == "sliding_attention"]
+    return {
+        "num_hidden_layers": 1,
+        "is_moe_layer": [False],
+        "layer_types": [kinds[index % len(kinds)], *sliding[:1]],
+    }
+
 
 _EXAONE = replace(
     _QWEN,
     roots=("mtp.",),
-    layers=_fixed(num_hidden_layers=1, is_moe_layer=[False]),
+    layers=_exaone_layers,
     count=("num_nextn_predict_layers",),
     shifted=False,
     reshape=lambda body: None,
@@ -256,7 +270,7 @@ def _without_recurrent_blocks(body: nn.Module) -> None:
 
 
 _NEMOTRON = Family(
-    roots=("mtp.",),
+    roots=("mtp.", "language_model.mtp."),
     names={
         "layers.0.enorm.": "embedding_norm.",
         "layers.0.hnorm.": "hidden_norm.",

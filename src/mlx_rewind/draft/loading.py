@@ -21,6 +21,7 @@ from .heads import Head
 #: What other quantisations leave beside a weight, once mlx-lm has taken what it knows.
 _FOREIGN = {"qweight", "qzeros", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.*)")
+_FUSED = re.compile(r"(.*)\.experts\.(gate_up|down)_proj(\.\w+)?")
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,11 @@ def _with_stacked_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
         if match:
             stack = stacks.setdefault(f"{match[1]}.switch_mlp.{match[3]}", {})
             stack[int(match[2])] = weights.pop(name)
-        elif name.endswith(".experts.gate_up_proj"):
-            mlp = name.removesuffix(".experts.gate_up_proj")
-            gate, up = mx.split(weights.pop(name), 2, axis=-2)
-            down = weights.pop(f"{mlp}.experts.down_proj")
-            for kind, weight in (("gate", gate), ("up", up), ("down", down)):
-                weights[f"{mlp}.switch_mlp.{kind}_proj.weight"] = weight
+        match = _FUSED.fullmatch(name)
+        if match:
+            kinds = match[2].split("_")
+            for kind, part in zip(kinds, mx.split(weights.pop(name), len(kinds), -2), strict=True):
+                weights[f"{match[1]}.switch_mlp.{kind}_proj{match[3] or '.weight'}"] = part
     for name, stack in stacks.items():
         weights[name] = mx.stack([stack[i] for i in sorted(stack)])
     return weights
