@@ -1,30 +1,42 @@
 """Tiny checkpoints with multi-token prediction heads, laid out as the published ones are.
 
-Written from what is known of the checkpoints (docs/mtp.md), not from `mlx_rewind.draft.families`: the
-independent side of the tests. The trunks are those of `zoo` with random norms, taken back to the
-layout that mlx-lm's `sanitize` expects; the heads are random tensors under their published names.
+Written from what is known of the checkpoints (docs/mtp.md), not from `mlx_rewind.draft.families`:
+the independent side of the tests. The trunks are those of `zoo` with random norms, taken back to
+the layout that the `sanitize` of mlx-lm expects; the heads are random, under their published names.
 """
 
 import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 import zoo
 from mlx_rewind.load import SHIPPED
 
-__all__ = ["FAMILIES", "HEADS", "Checkpoint", "build", "config_of", "head_tensors", "raw", "write"]
+__all__ = [
+    "FAMILIES",
+    "MINUS_ONE",
+    "Checkpoint",
+    "Tensors",
+    "build",
+    "config_of",
+    "head_tensors",
+    "is_norm",
+    "raw",
+    "write",
+]
 
 Tensors = dict[str, mx.array]
 Shapes = dict[str, tuple[int, ...]]
 
 #: How many heads are published; one where it is not here.
-HEADS = {"mimo_v2_flash": 3, "step3p5": 3}
+_HEADS = {"mimo_v2_flash": 3, "step3p5": 3}
 
 #: Where the zoo's configuration is not like a published one.
 _STEP_LISTS = {
@@ -39,7 +51,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"use_bias": False, "use_qkv_bias": False},
     "deepseek_v3": _PLAIN,
     "deepseek_v32": _PLAIN,
-    "ernie4_5_moe": {"use_bias": False},
+    "ernie4_5_moe": {"use_bias": False, "tie_word_embeddings": True},
     "glm4_moe_lite": _PLAIN,
     "glm_moe_dsa": _PLAIN,
     "longcat_flash": _PLAIN,
@@ -50,7 +62,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 
 #: The config fields that announce the heads; {} where none does.
 _ANNOUNCED: dict[str, dict[str, Any]] = {
-    "exaone_moe": {"num_nextn_predict_layers": 1},
+    "exaone_moe": {
+        "num_nextn_predict_layers": 1,
+        "mtp_layer_types": ["full_attention"],
+        "mtp_sliding_windows": [0],
+    },
     "longcat_flash": {},
     "mimo_v2_flash": {},
     "nemotron_h": {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
@@ -66,6 +82,7 @@ class Checkpoint(NamedTuple):
     folder   the trunk, and the heads unless they are separate
     heads    the folder to load the heads from
     model    the model that the trunk has to become
+    count    how many heads there are
     tensors  the tensors of the heads, as they are called in the files
     """
 
@@ -73,6 +90,7 @@ class Checkpoint(NamedTuple):
     folder: Path
     heads: Path
     model: nn.Module
+    count: int
     tensors: Tensors
 
 
@@ -80,20 +98,42 @@ class Checkpoint(NamedTuple):
 
 
 #: Of the random norms; chosen for the margin guard (`zoo.guard`) on all prompts of the zoo.
-_NORM_SEEDS: dict[str, int] = {}
+_NORM_SEEDS: dict[str, int] = {
+    "bailing_hybrid": 13,
+    "bailing_moe_v3": 9,
+    "deepseek_v3": 32,
+    "deepseek_v32": 7,
+    "ernie4_5_moe": 5,
+    "exaone_moe": 1,
+    "glm4_moe": 12,
+    "glm4_moe_lite": 4,
+    "glm_moe_dsa": 4,
+    "longcat_flash": 0,
+    "mimo": 0,
+    "mimo_v2_flash": 0,
+    "nemotron_h": 8,
+    "qwen3_5": 0,
+    "qwen3_5_moe": 9,
+    "qwen3_next": 3,
+    "step3p5": 5,
+}
 
 
-@functools.cache
 def build(name: str, **overrides: Any) -> nn.Module:
     """The trunk in memory. Its final norm varies strongly: from -2 to 2, channel by channel.
 
     Every norm weight is a multiple of 2^-10, so that minus one and plus one gives the same bits.
     """
-    model = zoo.build(name, fresh=True, **{**_OVERRIDES.get(name, {}), **overrides})
+    return _build(name, json.dumps({**_OVERRIDES.get(name, {}), **overrides}))
+
+
+@functools.cache
+def _build(name: str, overrides: str) -> nn.Module:
+    model = zoo.build(name, fresh=True, **json.loads(overrides))
     mx.random.seed(_NORM_SEEDS[name])
     weights = []
     for path, weight in tree_flatten(model.parameters()):
-        if _is_norm(path, weight):
+        if is_norm(path, weight):
             final = path.endswith(("model.norm.weight", "norm_f.weight"))
             low, high = (-2.0, 2.0) if final else (0.5, 1.5)
             weights.append((path, _multiples(mx.random.uniform(low, high, weight.shape))))
@@ -109,7 +149,7 @@ def config_of(name: str) -> dict[str, Any]:
     return {**zoo.CONFIGS[name], **_OVERRIDES.get(name, {})}
 
 
-def _is_norm(path: str, weight: mx.array) -> bool:
+def is_norm(path: str, weight: mx.array) -> bool:
     return "norm" in path and path.endswith("weight") and weight.ndim == 1
 
 
@@ -172,7 +212,7 @@ def _conv1d_as_in_torch(weights: Tensors) -> Tensors:
 
 def _minus_one(weights: Tensors, *ends: str) -> Tensors:
     return {
-        name: weight - 1.0 if _is_norm(name, weight) and name.endswith(ends) else weight
+        name: weight - 1.0 if is_norm(name, weight) and name.endswith(ends) else weight
         for name, weight in weights.items()
     }
 
@@ -217,16 +257,6 @@ _LAST_CHANGES: dict[str, Callable[[Tensors], Tensors]] = {
 
 
 # --- heads: names and shapes -----------------------------------------------------------------
-
-
-class _Config:
-    """A configuration by attributes."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        vars(self).update(fields)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
 
 
 def _under(prefix: str, shapes: Shapes) -> Shapes:
@@ -448,10 +478,25 @@ def _qwen(c: Any, i: int) -> Shapes:
     }
 
 
+def _exaone(c: Any, i: int) -> Shapes:
+    h, d = c.hidden_size, c.head_dim
+    attention = {
+        **_attention(h, (c.num_attention_heads, c.num_key_value_heads), (d, d)),
+        **_norms(d, "q_norm", "k_norm"),
+    }
+    return {
+        **_glue(h, "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc"),
+        **_norms(h, "mtp.norm"),
+        **_under(f"mtp.layers.{i}.", _layer(h, attention, _mlp(h, c.intermediate_size))),
+    }
+
+
 def _nemotron(c: Any, i: int) -> Shapes:
     h = c.hidden_size
     heads = c.num_attention_heads, c.num_key_value_heads
     latent = c.moe_latent_size
+    projections = {"fc1_latent_proj.weight": (latent, h), "fc2_latent_proj.weight": (h, latent)}
+    width = latent or h
     return {
         **_under("mtp.layers.0.", _glue(h, "enorm", "hnorm", "eh_proj")),
         **_norms(h, "mtp.layers.0.norm", "mtp.layers.1.norm", "mtp.layers.1.final_layernorm"),
@@ -461,9 +506,8 @@ def _nemotron(c: Any, i: int) -> Shapes:
             {
                 "gate.weight": (c.n_routed_experts, h),
                 "gate.e_score_correction_bias": (c.n_routed_experts,),
-                "fc1_latent_proj.weight": (latent, h),
-                "fc2_latent_proj.weight": (h, latent),
-                **_experts(latent, c.moe_intermediate_size, c.n_routed_experts, gated=False),
+                **(projections if latent else {}),
+                **_experts(width, c.moe_intermediate_size, c.n_routed_experts, gated=False),
                 **_under(
                     "shared_experts.", _mlp(h, c.moe_shared_expert_intermediate_size, gated=False)
                 ),
@@ -478,6 +522,7 @@ _SHAPES: dict[str, Callable[[Any, int], Shapes]] = {
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek,
     "ernie4_5_moe": _ernie,
+    "exaone_moe": _exaone,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _deepseek,
     "glm_moe_dsa": _deepseek,
@@ -497,20 +542,20 @@ FAMILIES = tuple(_SHAPES)
 #: Families that store norm weights minus one.
 MINUS_ONE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "step3p5")
 
-_FINAL = ("norm.weight", "final_layernorm.weight")
+_FINAL = ("mtp.norm.weight", "shared_head.norm.weight", "final_layernorm.weight")
 
 
 def head_tensors(name: str, model: nn.Module, heads: int | None = None, **changed: Any) -> Tensors:
-    """The tensors of `heads` heads for the trunk `model`, as published. `changed`: of the config."""
-    config = _Config({**config_of(name), **changed})
+    """The tensors of `heads` heads for the trunk `model`, with `changed` fields of the config."""
+    config = SimpleNamespace(**{**config_of(name), **changed})
     trunk = dict(tree_flatten(model.parameters()))
     mx.random.seed(23)
     found: Tensors = {}
-    for i in range(heads or HEADS.get(name, 1)):
+    for i in range(heads or _HEADS.get(name, 1)):
         for path, shape in sorted(_SHAPES[name](config, i).items()):
             found[path] = _values(path, shape, zoo.SPREAD[name], trunk)
     mx.eval(found)
-    return {k: v - 1.0 if name in MINUS_ONE and _is_norm(k, v) else v for k, v in found.items()}
+    return {k: v - 1.0 if name in MINUS_ONE and is_norm(k, v) else v for k, v in found.items()}
 
 
 def _values(path: str, shape: tuple[int, ...], spread: float, trunk: Tensors) -> mx.array:
@@ -521,9 +566,7 @@ def _values(path: str, shape: tuple[int, ...], spread: float, trunk: Tensors) ->
     if len(shape) == 2:
         return mx.random.normal(shape) * (spread / shape[-1] ** 0.5)
     if path.endswith("weight"):
-        final = path.endswith(_FINAL) and ".mtp.norm" in f".{path}" or "shared_head" in path
-        final |= path.endswith("final_layernorm.weight")
-        low, high = (-2.0, 2.0) if final else (0.5, 1.5)
+        low, high = (-2.0, 2.0) if path.endswith(_FINAL) else (0.5, 1.5)
         return _multiples(mx.random.uniform(low, high, shape))
     return 0.3 * mx.random.normal(shape)
 
@@ -541,6 +584,7 @@ def write(
     announce: bool = True,
     edit: Callable[[Tensors], Tensors] = lambda tensors: tensors,
     metadata: dict[str, str] | None = None,
+    **overrides: Any,
 ) -> Checkpoint:
     """Writes a checkpoint of model type `name`.
 
@@ -551,31 +595,33 @@ def write(
     announce   config.json says that there are heads, in the families whose config does
     edit       last changes to the tensors of the heads
     metadata   of the file with the heads, where it is not a shard of the trunk
+    overrides  of fields of the config
     """
-    model = build(name)
+    model = build(name, **overrides)
     trunk = raw(name, model) if is_raw else dict(tree_flatten(model.parameters()))
-    tensors = {} if layout == "none" else edit(head_tensors(name, model, heads))
-    told = _ANNOUNCED.get(name, {"num_nextn_predict_layers": HEADS.get(name, 1)})
-    if announce and heads is not None:
-        told = {field: heads if isinstance(n, int) else n for field, n in told.items()}
+    tensors = {} if layout == "none" else edit(head_tensors(name, model, heads, **overrides))
+    told = _ANNOUNCED.get(name, {"num_nextn_predict_layers": heads or _HEADS.get(name, 1)})
+    fields = {**config_of(name), **overrides, **(told if announce else {})}
+    if not announce:
+        fields = {field: value for field, value in fields.items() if field not in told}
     folder.mkdir(parents=True, exist_ok=True)
     where = folder
     if layout == "embedded":
-        _save_shards(folder, [*_halves(trunk), tensors], {"format": "pt" if is_raw else "mlx"})
+        _save_shards(folder, name, [*_halves(trunk), tensors], is_raw)
     else:
-        _save_shards(folder, _halves(trunk), {"format": "pt" if is_raw else "mlx"})
+        _save_shards(folder, name, list(_halves(trunk)), is_raw)
     if layout == "separate":
         where = folder.with_name(f"{folder.name}-mtp")
         where.mkdir(exist_ok=True)
         mx.save_safetensors(str(where / "model.safetensors"), tensors, metadata)
-        _write_config(where, name, told if announce else {}, model_type=f"{name}_mtp")
+        _write_config(where, name, fields, model_type=f"{name}_mtp")
     elif layout not in ("embedded", "none"):
         (folder / layout).parent.mkdir(exist_ok=True)
         mx.save_safetensors(str(folder / layout), tensors, metadata)
-    _write_config(folder, name, told if announce else {}, model_type=name)
+    _write_config(folder, name, fields, model_type=name)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((SHIPPED / file).read_bytes())
-    return Checkpoint(name, folder, where, model, tensors)
+    return Checkpoint(name, folder, where, model, heads or _HEADS.get(name, 1), tensors)
 
 
 def _halves(tensors: Tensors) -> Iterator[Tensors]:
@@ -584,20 +630,22 @@ def _halves(tensors: Tensors) -> Iterator[Tensors]:
         yield {name: tensors[name] for name in part}
 
 
-def _save_shards(folder: Path, shards: Any, metadata: dict[str, str]) -> None:
-    shards = list(shards)
+def _save_shards(folder: Path, name: str, shards: list[Tensors], is_raw: bool) -> None:
+    start = (
+        "model.safetensors" if name.startswith("qwen3_5") and is_raw else "model"
+    )  # as published
     index = {}
     for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        mx.save_safetensors(str(folder / file), shard, metadata)
+        file = f"{start}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        mx.save_safetensors(str(folder / file), shard, {"format": "pt" if is_raw else "mlx"})
         index |= dict.fromkeys(shard, file)
     text = json.dumps({"metadata": {}, "weight_map": index})
     (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _write_config(folder: Path, name: str, told: dict[str, Any], model_type: str) -> None:
-    config = {**config_of(name), **told, "model_type": model_type}
+def _write_config(folder: Path, name: str, fields: dict[str, Any], model_type: str) -> None:
+    config = {**fields, "model_type": model_type}
     if name in ("qwen3_5", "qwen3_5_moe"):  # published with a vision tower
         text = {**config, "model_type": f"{name}_text"}
-        config = {"model_type": model_type, "text_config": text, "tie_word_embeddings": False}
+        config = {"model_type": model_type, "text_config": text}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

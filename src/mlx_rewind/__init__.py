@@ -8,24 +8,32 @@ from .cache.trim import speculative_prompt_cache, start_speculation, stop_specul
 from .draft.model import DraftModel
 from .draft.mtp import MTP
 from .draft.ngram import NGram, Prediction
+from .engine import Engine, Handle, Output, Request
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
 from .generate import GenerationResponse, generate, generate_step, stream_generate
 from .load import load, load_draft, load_mtp
+from .many import BatchResult, batch_generate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MTP",
+    "BatchResult",
     "CacheRecord",
     "DraftMismatchError",
     "DraftModel",
+    "Engine",
     "GenerationResponse",
+    "Handle",
     "NGram",
+    "Output",
     "Prediction",
+    "Request",
     "Round",
     "UnsupportedCacheError",
     "UnsupportedModelError",
     "attach",
+    "batch_generate",
     "detach",
     "generate",
     "generate_step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,25 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 
-from .cache.rows import join, keep, rows_of
+from .cache.members import join, keep, rows_of
 from .draft.protocol import Proposer, Session
 from .types import SpecStats
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+def token_ids(prompt: Sequence[int] | mx.array) -> list[int]:
+    """The prompt on the host. Raises ValueError for what is not a sequence of token ids."""
+    ids: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    try:
+        tokens = [operator.index(token) for token in ids]
+    except TypeError:
+        raise ValueError("the prompt must be one flat sequence of token ids") from None
+    if not tokens or min(tokens) < 0:
+        what = "empty" if not tokens else f"not made of token ids: {min(tokens)} is negative"
+        raise ValueError(f"the prompt is {what}; at least one token id of 0 or more is needed")
+    return tokens
 
 
 @dataclass

@@ -54,7 +54,6 @@ class ConvertOptions:
     dtype              float16, bfloat16 or float32, of what is not quantised, heads too. Without it
                        the trunk gets the one that its config names, and heads keep theirs.
     dequantize         trunk and heads
-
     mtp                keep the heads, or drop them as mlx-lm does
     mtp_from           take them from this checkpoint of the same model: a folder or hub name
     mtp_only           write nothing but the heads, a folder that `MTP.load` and mtp_from read
@@ -84,11 +83,10 @@ class ConvertOptions:
 
     def head_quantization(self) -> dict[str, Any] | None:
         """group_size, bits and mode of the heads, or None. ValueError for what MLX lacks."""
-        size, bits, mode = self.mtp_q_group_size, self.mtp_q_bits, self.mtp_q_mode
-        if size is None and bits is None and mode is None:
+        asked: Any = (self.mtp_q_group_size, self.mtp_q_bits, self.mtp_q_mode)
+        if asked == (None, None, None):
             return None
-        layer: Any = nn.QuantizedLinear
-        trial = layer(512, 32, False, size, bits, mode or "affine")
+        trial = nn.QuantizedLinear(512, 32, False, asked[0], asked[1], asked[2] or "affine")
         return {name: getattr(trial, name) for name in _PARAMETERS}
 
 
@@ -163,7 +161,7 @@ def convert(
             _write_heads(mtp, partial, heads if options.mtp_only else None)
             stage("check")
             written = MTP.load(partial, trunk)
-            tokens = source.tokenizer.encode(_TEXT, add_special_tokens=False)
+            tokens = source.tokenizer.encode(_TEXT, add_special_tokens=False) or [*range(32)]
             agreement = _check([written, mtp, original], tokens, options.mtp_only, notes)
             head = written.report
     stage("done")
@@ -177,14 +175,14 @@ def _refuse(options: ConvertOptions, folder: Path) -> None:
     """Raises ValueError for what cannot come to a good end."""
     heads = options.head_quantization() or options.mtp_only or options.mtp_from is not None
     mixed, dtypes = isinstance(options.quant_predicate, str), MODEL_CONVERSION_DTYPES
+    upload = options.upload_repo
     refused: dict[str, Any] = {
         f"{folder} exists already: remove it, or write to another --mlx-path": folder.exists(),
         "--quantize and --dequantize exclude each other": options.quantize and options.dequantize,
         "--quant-predicate needs --q-mode affine": mixed and options.q_mode != "affine",
         "--mtp drop goes with no other --mtp option": options.mtp == "drop" and heads,
         "--mtp-only needs --mtp-q-bits and the like, not -q": options.mtp_only and options.quantize,
-        "--mtp-only has no --upload-repo: use `hf upload`": options.mtp_only
-        and options.upload_repo,
+        "--mtp-only goes with `hf upload`, not --upload-repo": options.mtp_only and upload,
         f"--dtype must be one of {', '.join(dtypes)}": options.dtype not in (None, *dtypes),
     }
     for message, applies in refused.items():
@@ -274,7 +272,8 @@ def _write_trunk(source: _Source, options: ConvertOptions, folder: Path) -> floa
             how: Any = {"mode": options.q_mode, "quant_predicate": predicate}
             model, config = utils.quantize_model(model, config, size, options.q_bits, **how)
         if options.dequantize:
-            config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+            for key in ("quantization", "quantization_config"):
+                config.pop(key, None)
             model = utils.dequantize_model(model)
         bits_per_weight = float(utils.compute_bits_per_weight(model))
         utils.save(folder, source.folder, model, source.tokenizer, config)
@@ -324,7 +323,7 @@ def _quantize(head: Head, target: nn.Module, how: dict[str, Any]) -> list[str]:
         in_trunk = re.sub(r"^body\.layers\.\d+\.", layer, path)
         told = predicate(in_trunk, module) if predicate else True
         parameters = how if told is True else dict(told or {})
-        if parameters and module.weight.shape[-1] % parameters["group_size"]:
+        if parameters and module.weight.shape[-1] % parameters.get("group_size", 64):
             left.append(path)
             return False
         return parameters

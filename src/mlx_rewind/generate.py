@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,11 +16,11 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch import Batch, LogitsProcessor, Row, Sampler
+from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
 from .draft.model import DraftModel, check_tokenizers
 from .draft.protocol import Drafter, Proposer, kind_of, start
 from .speculate import Decoder
-from .stops import StopStrings
+from .stops import TextStream
 from .target import exactness
 from .types import SpecStats
 
@@ -90,14 +89,7 @@ class _Generation:
         drafter: Drafter | Proposer | None,
         options: _Options,
     ) -> None:
-        ids: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-        try:
-            tokens = [operator.index(token) for token in ids]
-        except TypeError:
-            raise ValueError("the prompt must be one flat sequence of token ids") from None
-        if not tokens or min(tokens) < 0:
-            what = "empty" if not tokens else f"not made of token ids: {min(tokens)} is negative"
-            raise ValueError(f"the prompt is {what}; at least one token id of 0 or more is needed")
+        tokens = token_ids(prompt)
         if options.prefill_step_size < 1:
             raise ValueError(f"prefill_step_size must be positive, got {options.prefill_step_size}")
         self.prompt_length = len(tokens)
@@ -238,8 +230,8 @@ def stream_generate(
     if unknown:
         raise TypeError(f"stream_generate() got unexpected options {sorted(unknown)}")
     options = _Options(max_tokens=max_tokens, **kwargs)
-    generation = _Generation(_encode(tokenizer, prompt), model, drafter, options)
-    return _stream(generation, model, tokenizer, StopStrings(stop))
+    generation = _Generation(encode(tokenizer, prompt), model, drafter, options)
+    return _stream(generation, model, TextStream(tokenizer, stop))
 
 
 def generate(
@@ -274,7 +266,7 @@ def _make_cache(model: nn.Module, max_kv_size: int | None) -> list[Any]:
     return cache
 
 
-def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array | Sequence[int]:
+def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array | Sequence[int]:
     if not isinstance(prompt, str):
         return prompt
     # A prompt that a chat template made has its special tokens already.
@@ -285,29 +277,17 @@ def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array 
 
 
 def _stream(
-    generation: _Generation, model: nn.Module, tokenizer: Any, stops: StopStrings
+    generation: _Generation, model: nn.Module, text_stream: TextStream
 ) -> Iterator[GenerationResponse]:
     stream: Any = generation_stream
-    detokenizer, eos = tokenizer.detokenizer, tokenizer.eos_token_ids
     clock = _Clock(generation)
     with wired_limit(model, [stream]), contextlib.closing(generation.tokens()) as tokens:
         for token, logprobs, from_draft in tokens:
             clock.tick()
-            if token in eos:
-                reason = "stop"
-                break
-            detokenizer.add_token(token)
-            text = stops.feed(detokenizer.last_segment)
-            reason = "stop" if stops.stopped else "length"
-            if stops.stopped or generation.row.remaining == 0:
+            text, reason = text_stream.take(token, is_last=generation.row.remaining == 0)
+            if reason is not None:
                 break
             yield clock.response(text, token, logprobs, from_draft)
-    if not stops.stopped:
-        detokenizer.finalize()
-        held = "" if reason == "stop" else text
-        text = held + stops.feed(detokenizer.last_segment)
-        text += stops.flush()
-        reason = "stop" if stops.stopped else reason
     yield clock.response(text, token, logprobs, from_draft, reason)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,8 @@ from mlx_lm.models.cache import KVCache
 
 from .accept import match
 from .batch import Batch, Row
-from .cache.round import Checkpoint, Round, check
+from .cache.checkpoint import Checkpoint
+from .cache.round import Round, check
 from .draft.protocol import propose
 from .target import Target, check_quantizable
 from .types import Draft, StepOutput
@@ -130,6 +131,12 @@ class Decoder:
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
         self.emitted = [0] * len(batch.rows)
         self._rounds = 0
+        self._has_rows = False
+
+    @property
+    def rounds(self) -> int:
+        """Rounds so far."""
+        return self._rounds
 
     # -- prefill --------------------------------------------------------------------------------
 
@@ -205,8 +212,37 @@ class Decoder:
         if self._rounds % 256 == 0:
             mx.clear_cache()
 
-    def settle(self) -> None:
-        """Takes back what was launched ahead, between two rounds: the rows are about to change."""
+    # -- rows come and go, between two rounds ---------------------------------------------------
+
+    def join(self, other: Decoder, slack: int) -> None:
+        """Takes over the rows of another decoder of the same model.
+
+        slack    the longest window that will be verified, for sliding windows
+        """
+        for decoder in (self, other):
+            decoder._settle()
+            if not decoder._has_rows:
+                decoder.batch.open(slack)
+                decoder._has_rows = True
+        self.batch.join(other.batch)
+        self.target.watch_as(other.target)
+        self.plan = check(self.batch.model, self.batch.cache)
+        self.emitted = [0] * len(self.batch.rows)
+
+    def leave(self, rows: Sequence[int]) -> None:
+        """Lets rows go, and frees what only they needed."""
+        self._settle()
+        for row in rows:
+            self.batch.rows[row].close()
+        stay = [b for b in range(len(self.batch.rows)) if b not in set(rows)]
+        if stay:
+            self.batch.keep(stay)
+        else:
+            self.batch.rows, self.batch.cache = [], []
+        self.emitted = [0] * len(stay)
+
+    def _settle(self) -> None:
+        """Takes back what was launched ahead."""
         while self._flights:
             self._flights.pop().round.abort()
 

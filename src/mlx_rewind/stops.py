@@ -1,8 +1,9 @@
-"""Stop strings over text that arrives in pieces."""
+"""When a text ends: end tokens, stop strings, the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class StopStrings:
@@ -37,3 +38,34 @@ class StopStrings:
         """Length of the longest end of `text` that begins `stop`."""
         sizes = range(min(len(text), len(stop) - 1), 0, -1)
         return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+class TextStream:
+    """Turns the tokens of one row into pieces of text, and says when and why it is over.
+
+    tokenizer    mlx-lm's TokenizerWrapper
+    stop         strings that end the text; they are not part of it
+    """
+
+    def __init__(self, tokenizer: Any, stop: str | Sequence[str] = ()) -> None:
+        self._ends = tokenizer.eos_token_ids
+        self._detokenizer = tokenizer.detokenizer
+        self._stops = StopStrings(stop)
+
+    def take(self, token: int, *, is_last: bool) -> tuple[str, str | None]:
+        """Returns the text that may go out after `token`, and why it was the last one, or None.
+
+        is_last    whether the budget is spent with it
+        """
+        if token in self._ends:
+            return self._end("", "stop")
+        self._detokenizer.add_token(token)
+        text = self._stops.feed(self._detokenizer.last_segment)
+        if self._stops.stopped:
+            return text, "stop"
+        return self._end(text, "length") if is_last else (text, None)
+
+    def _end(self, text: str, reason: str) -> tuple[str, str]:
+        self._detokenizer.finalize()
+        text += self._stops.feed(self._detokenizer.last_segment) + self._stops.flush()
+        return text, "stop" if self._stops.stopped else reason

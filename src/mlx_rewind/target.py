@@ -94,9 +94,18 @@ class Target:
 
     def watch(self, state: HiddenState) -> None:
         """From here on every output has `hidden`. Raises `UnsupportedModelError` as `Trunk.of`."""
+        if self._tap is not None and self._tap.state != state:
+            raise UnsupportedModelError(
+                f"two drafters read different states of the target: {self._tap.state} and {state}"
+            )
         trunk = Trunk.of(self.model)
         self._tap = _Tap(trunk.inner(self.model)[trunk.norm], state)
         self._forward = trunk.graft(self.model, **{trunk.norm: self._tap})
+
+    def watch_as(self, other: Target) -> None:
+        """Tells what `other` tells, too."""
+        if other._tap is not None:
+            self.watch(other._tap.state)
 
     def __call__(self, window: mx.array, cache: list[Any]) -> TargetOutput:
         """Feeds `window` [B, S]. Mutates `cache`."""
@@ -114,12 +123,12 @@ class _Tap:
     """Stands in for a final norm and keeps what went through."""
 
     def __init__(self, norm: Callable[[mx.array], mx.array], state: HiddenState) -> None:
-        self._norm, self._state = norm, state
+        self._norm, self.state = norm, state
         self._seen: mx.array | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         normed = self._norm(x)
-        self._seen = normed if self._state == "normed" else x
+        self._seen = normed if self.state == "normed" else x
         return normed
 
     def take(self) -> mx.array:

@@ -20,13 +20,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from .attach import Attachment, attach
+from .members import ROWS, RowsUndo, num_rows
 from .probe import check_end, shape_of, walk
 from .retrace import LOG, RetraceUndo
-from .rows import ROWS, RowsUndo, num_rows
 from .slots import is_recurrent, position, slots_of
 from .undo import UNDOS, RingUndo, Undo, stock_class
 
@@ -248,33 +248,6 @@ class Round:
 
     def _all(self, kept: int) -> tuple[int, ...]:
         return (kept,) * self._plan.rows
-
-
-class Checkpoint:
-    """A prompt cache as it is now. `restore` puts it back, whatever was fed since.
-
-    Records nothing, so it suits prefill: it holds no prompt-sized tensors of its own.
-    """
-
-    def __init__(self, cache: list[Any]) -> None:
-        self._cache, self._entries = cache, list(cache)
-        self._saved = [(entry, _attributes(entry)) for _, entry in walk(cache)]
-
-    def restore(self) -> None:
-        self._cache[:] = self._entries
-        for entry, attributes in self._saved:
-            vars(entry).clear()
-            vars(entry).update(attributes)
-
-
-def _attributes(entry: Any) -> dict[str, Any]:
-    """The attributes of a cache object. A ring overwrites what is valid, so it gets new handles."""
-    attributes = dict(vars(entry))
-    if isinstance(entry, ArraysCache):
-        attributes["cache"] = list(entry.cache)
-    if type(entry) is RotatingKVCache and entry.keys is not None:
-        attributes.update({side: attributes[side][...] for side in ("keys", "values")})
-    return attributes
 
 
 @dataclass(frozen=True)

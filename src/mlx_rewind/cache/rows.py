@@ -18,15 +18,10 @@ from typing import Any, ClassVar
 import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
 )
-
-from ..errors import UnsupportedCacheError
-from .undo import Undo
 
 #: Slots by which a buffer grows.
 _STEP = 256
@@ -38,6 +33,8 @@ class RowsCache(ABC):
     keys, values    one array, or (packed, scales, biases) if quantised; None before the first token
     lengths         tokens in each row
     """
+
+    stock: ClassVar[type]
 
     keys: Any = None
     values: Any = None
@@ -161,6 +158,8 @@ class RowsCache(ABC):
 class RowsKVCache(RowsCache):
     """Rows of `KVCache`."""
 
+    stock = KVCache
+
     def __init__(self, cache: KVCache) -> None:
         self.keys, self.values = _own(cache.keys), _own(cache.values)
         self.lengths = [cache.offset]
@@ -175,6 +174,8 @@ class RowsKVCache(RowsCache):
 
 class RowsQuantizedKVCache(RowsCache):
     """Rows of `QuantizedKVCache`."""
+
+    stock = QuantizedKVCache
 
     def __init__(self, cache: QuantizedKVCache) -> None:
         self.group_size, self.bits = cache.group_size, cache.bits
@@ -199,20 +200,21 @@ class RowsRingCache(RowsCache):
     window already, as long as no verify is longer than the slack.
     """
 
+    stock = RotatingKVCache
+
     def __init__(self, ring: RotatingKVCache, slack: int) -> None:
         self.max_size, self._slack = ring.max_size, slack
         self.lengths = [ring.offset]
         if ring.keys is None:
             return
         held = min(ring.offset, ring.keys.shape[2], self.size)
-        first = ring.offset - held
-        self.keys, self.values = (
-            mx.zeros((*x.shape[:2], self.size, x.shape[3]), x.dtype)
-            for x in (ring.keys, ring.values)
-        )
-        slots = [[p % self.size for p in range(first, ring.offset)]]
-        self.keys = _write(self.keys, _in_time(ring, ring.keys)[..., -held:, :], slots)
-        self.values = _write(self.values, _in_time(ring, ring.values)[..., -held:, :], slots)
+        slots = [[p % self.size for p in range(ring.offset - held, ring.offset)]]
+
+        def placed(side: Any) -> Any:
+            empty = mx.zeros((*side.shape[:2], self.size, side.shape[3]), side.dtype)
+            return _write(empty, _in_time(ring, side)[..., -held:, :], slots)
+
+        self.keys, self.values = placed(ring.keys), placed(ring.values)
 
     @property
     def size(self) -> int:
@@ -253,101 +255,6 @@ class RowsRingCache(RowsCache):
 
     def _window(self, asked: int | None) -> int:
         return int(self.max_size) if asked is None else min(asked, int(self.max_size))
-
-
-class RowsUndo(Undo):
-    """The lengths alone decide what is valid."""
-
-    mechanism: ClassVar[str] = "rows"
-
-    def __init__(self, cache: RowsCache, single_steps: int | None = None) -> None:
-        self._cache, self._start = cache, cache.lengths
-
-    def seal(self) -> int:
-        return self._cache.lengths[0] - self._start[0]
-
-    def rewind(self, kept: int) -> None:
-        self.rewind_rows([kept] * len(self._start))
-
-    def rewind_rows(self, kept: Sequence[int]) -> None:
-        self._cache.lengths = [n + k for n, k in zip(self._start, kept, strict=True)]
-
-
-#: The classes of caches of rows.
-ROWS: tuple[type[RowsCache], ...] = (RowsKVCache, RowsQuantizedKVCache, RowsRingCache)
-
-
-def num_rows(entry: Any) -> int | None:
-    """Rows in a cache of rows or in a recurrent cache; None if it does not tell."""
-    if isinstance(entry, RowsCache):
-        return len(entry.lengths)
-    slots = getattr(entry, "cache", None)
-    return next((slot.shape[0] for slot in slots or [] if slot is not None), None)
-
-
-def rows_of(cache: Any, slack: int) -> Any:
-    """A cache of one row that others may join, from a stock one-row cache.
-
-    slack    the longest window that will be verified, for sliding windows
-
-    Raises `UnsupportedCacheError` for a class that has no rows.
-    """
-    kind = type(cache)
-    if kind is KVCache:
-        return RowsKVCache(cache)
-    if kind is QuantizedKVCache:
-        return RowsQuantizedKVCache(cache)
-    if kind is RotatingKVCache and cache.keep == 0:
-        return RowsRingCache(cache, slack)
-    if kind is CacheList:
-        return CacheList(*(rows_of(child, slack) for child in cache.caches))
-    if kind is ArraysCache:
-        rows = ArraysCache(len(cache.cache))
-        rows.cache = list(cache.cache)
-        return rows
-    what = "a RotatingKVCache with keep" if kind is RotatingKVCache else f"a {kind.__name__}"
-    raise UnsupportedCacheError(f"{what} cannot be a row of a batch")
-
-
-def join(cache: list[Any], other: list[Any]) -> None:
-    """Appends the rows of another prompt cache of rows."""
-    for ours, theirs in zip(cache, other, strict=True):
-        if isinstance(ours, CacheList):
-            join(ours.caches, theirs.caches)
-        elif isinstance(ours, ArraysCache):
-            ours.cache = [
-                mx.concatenate([a, b]) if a is not None else None
-                for a, b in zip(ours.cache, theirs.cache, strict=True)
-            ]
-        else:
-            ours.join(theirs)
-
-
-def keep(cache: list[Any], rows: Sequence[int]) -> None:
-    """Leaves only these rows in a prompt cache of rows."""
-    for entry in cache:
-        if isinstance(entry, CacheList):
-            keep(entry.caches, rows)
-        elif isinstance(entry, ArraysCache):
-            index = mx.array(list(rows), mx.int32)
-            entry.cache = [slot if slot is None else slot[index] for slot in entry.cache]
-        else:
-            entry.keep(rows)
-
-
-def extract(cache: list[Any], row: int) -> list[Any]:
-    """A stock one-row prompt cache with the tokens of a row."""
-    return [_extract(entry, row) for entry in cache]
-
-
-def _extract(entry: Any, row: int) -> Any:
-    if isinstance(entry, CacheList):
-        return CacheList(*extract(entry.caches, row))
-    if isinstance(entry, ArraysCache):
-        one = ArraysCache(len(entry.cache))
-        one.cache = [slot if slot is None else slot[row : row + 1] for slot in entry.cache]
-        return one
-    return entry.extract(row)
 
 
 # -- buffers --------------------------------------------------------------------------------------

@@ -1,0 +1,338 @@
+"""Many requests at once: rows that join and leave while others speculate.
+
+    submit     a request waits until there is room for its tokens and for one row more
+    prefill    alone, one chunk per step, so that a long prompt delays the others by one chunk
+    first      its first round alone, on its own stock caches
+    decode     then with the others: one forward for all rows of a lane
+    leave      at its end, when it is cancelled, or when it fails, which touches no other row
+
+Models whose rows cannot be fed together keep a lane per row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
+from .cache.describe import inspect
+from .cache.members import kinds_of
+from .cache.ragged import why_row_by_row
+from .draft.model import DraftModel
+from .draft.protocol import Drafter, Proposer, start
+from .speculate import Decoder
+from .stops import TextStream
+from .target import exactness
+from .types import SpecStats
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate, as the options of `stream_generate`.
+
+    prompt              token ids, at least one
+    drafter             guesses for this request; None for plain decoding
+    stop                strings that end the text
+    kv_bits             quantise KV caches from the first token on
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 256
+    drafter: Drafter | Proposer | None = None
+    num_draft_tokens: int = 4
+    sampler: Sampler = greedy_sampler
+    logits_processors: Sequence[LogitsProcessor] = ()
+    stop: str | Sequence[str] = ()
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+
+
+@dataclass(frozen=True)
+class Output:
+    """One token of a request, or its end by an error, in which case there is none.
+
+    logprobs        [V] of the target
+    finish_reason   stop, length, cancelled or error with the last one, else None
+    """
+
+    handle: Handle
+    token: int | None
+    text: str
+    logprobs: mx.array | None
+    from_draft: bool
+    finish_reason: str | None
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request in the engine, and what came of it so far."""
+
+    id: int
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: Exception | None = None
+    stats: SpecStats = field(default_factory=SpecStats)
+    exactness: str = "bitwise"
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request at work: its row, and the decoder that it is in."""
+
+    handle: Handle
+    row: Row
+    decoder: Decoder
+    prefill: Iterator[None]
+    text: TextStream | None
+    bytes: int
+
+
+class Engine:
+    """Runs requests in rounds, several rows in one forward.
+
+    model                any mlx-lm model
+    tokenizer            for text and end tokens; without one, requests end by their budget only
+    max_rows             requests under work at once
+    memory_limit         bytes that all caches of these may grow to; None for no limit
+    prefill_step_size    prompt tokens per step, which bounds how long a prompt delays the others
+    max_draft_tokens     most draft tokens of any request
+
+    Not for several threads: one owns it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        max_rows: int = 8,
+        memory_limit: int | None = None,
+        prefill_step_size: int = 512,
+        max_draft_tokens: int = 16,
+    ) -> None:
+        if max_rows < 1 or prefill_step_size < 1 or max_draft_tokens < 0:
+            raise ValueError(
+                "max_rows and prefill_step_size must be 1 or more, max_draft_tokens 0 or more, got "
+                f"{max_rows}, {prefill_step_size} and {max_draft_tokens}"
+            )
+        if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
+        self.model, self.tokenizer = model, tokenizer
+        self.max_rows, self.memory_limit = max_rows, memory_limit
+        self.prefill_step_size, self.max_draft_tokens = prefill_step_size, max_draft_tokens
+        self.row_by_row = why_row_by_row(model)
+        self._ids = itertools.count()
+        self._waiting: deque[Handle] = deque()
+        self._prefilling: deque[_Job] = deque()
+        self._jobs: dict[int, _Job] = {}
+        self._lanes: list[Decoder] = []
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Handle:
+        """Queues a request.
+
+        Raises ValueError for a request that is malformed or can never fit, and what a drafter or
+        a cache that does not fit the model raises.
+        """
+        handle = Handle(next(self._ids), request)
+        if request.num_draft_tokens > self.max_draft_tokens:
+            raise ValueError(
+                f"num_draft_tokens is {request.num_draft_tokens}, the engine allows at most "
+                f"{self.max_draft_tokens}"
+            )
+        need = self.bytes_for(request)
+        if self.memory_limit is not None and need > self.memory_limit:
+            raise ValueError(
+                f"the request may need {need:,} bytes of cache, the limit is {self.memory_limit:,}"
+            )
+        self._begin(handle)  # refuses now what it would refuse later
+        self._waiting.append(handle)
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends a request now, between two steps; without effect on one that is done."""
+        if handle.done:
+            return
+        handle.finish_reason = "cancelled"
+        job = self._jobs.get(handle.id)
+        if job is None:
+            self._waiting.remove(handle)
+        elif job in self._prefilling:
+            self._prefilling.remove(job)
+            self._end(job)
+        else:
+            self._leave(job.decoder, [job])
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._jobs)
+
+    def bytes_for(self, request: Request) -> int:
+        """Bytes of cache that a request may grow to, its draft model's included.
+
+        Raises ValueError for a request without a limit of tokens where memory has one.
+        """
+        if request.max_tokens < 0:
+            if self.memory_limit is not None:
+                raise ValueError("max_tokens must be limited where memory_limit is")
+            return 0
+        length = len(request.prompt) + request.max_tokens
+        models = [self.model]
+        if isinstance(request.drafter, DraftModel):
+            models.append(request.drafter.model)
+        records = (record for model in models for record in inspect(model))
+        return sum(r.bytes * (length if r.growth == "per token" else 1) for r in records)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Output]:
+        """Steps until nothing is left to do."""
+        while self.is_busy:
+            yield from self.step()
+
+    def step(self) -> list[Output]:
+        """Admits what fits, feeds one chunk of one prompt, runs one round of every row."""
+        self._admit()
+        outputs = self._prefill()
+        for lane in list(self._lanes):
+            outputs += self._round(lane)
+        self._merge()
+        return outputs
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._jobs) < self.max_rows:
+            need = self.bytes_for(self._waiting[0].request)
+            taken = sum(job.bytes for job in self._jobs.values())
+            if self.memory_limit is not None and taken + need > self.memory_limit:
+                return
+            handle = self._waiting.popleft()
+            job = self._begin(handle)
+            self._jobs[handle.id] = job
+            self._prefilling.append(job)
+
+    def _begin(self, handle: Handle) -> _Job:
+        request = handle.request
+        row = Row(
+            token_ids(request.prompt),
+            max_tokens=request.max_tokens,
+            num_draft_tokens=request.num_draft_tokens,
+            sampler=request.sampler,
+            processors=tuple(request.logits_processors),
+            stats=handle.stats,
+        )
+        batch = Batch(self.model, make_prompt_cache(self.model), [row], isolates=True)
+        bits, size = request.kv_bits, request.kv_group_size
+        decoder = Decoder(batch, None if bits is None else (0, size, bits))
+        handle.exactness = exactness(self.model, batch.cache)
+        if request.drafter is not None:
+            decoder.plan.check_windows()
+            row.proposer = start(request.drafter, decoder.target)
+        prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None)
+        text = None if self.tokenizer is None else TextStream(self.tokenizer, request.stop)
+        return _Job(handle, row, decoder, prefill, text, self.bytes_for(request))
+
+    def _prefill(self) -> list[Output]:
+        """One chunk of the oldest prompt that is not through."""
+        if not self._prefilling:
+            return []
+        job = self._prefilling[0]
+        more = False
+        with job.decoder.batch.guard(job.row):
+            more = next(job.prefill, self) is not self
+        if more:
+            return []
+        self._prefilling.popleft()
+        if job.row.error is not None:
+            return [self._fail(job)]
+        if job.row.remaining == 0:
+            job.handle.finish_reason = "length"
+            self._end(job)
+        else:
+            self._lanes.append(job.decoder)
+        return []
+
+    def _round(self, lane: Decoder) -> list[Output]:
+        outputs: list[Output] = []
+        jobs = [self._job_of(row) for row in lane.batch.rows]
+        for b, block in enumerate(lane.step()):
+            job = jobs[b]
+            if block is None:
+                continue
+            for token, logprobs in zip(block.tokens, block.logprobs, strict=True):
+                from_draft = block.from_draft(lane.emitted[b])
+                job.row.tokens.append(token)
+                lane.emitted[b] += 1
+                outputs.append(self._emit(job, token, logprobs, from_draft))
+                if job.handle.done:
+                    break
+        lane.commit()
+        outputs += [self._fail(job) for job in jobs if job.row.error is not None]
+        self._leave(lane, [job for job in jobs if job.handle.done])
+        return outputs
+
+    def _emit(self, job: _Job, token: int, logprobs: mx.array, from_draft: bool) -> Output:
+        text, reason = "", None
+        if job.text is not None:
+            text, reason = job.text.take(token, is_last=job.row.remaining == 0)
+        elif job.row.remaining == 0:
+            reason = "length"
+        handle = job.handle
+        handle.tokens.append(token)
+        handle.text += text
+        handle.finish_reason = reason
+        return Output(handle, token, text, logprobs, from_draft, reason)
+
+    def _fail(self, job: _Job) -> Output:
+        handle = job.handle
+        handle.error, handle.finish_reason = job.row.error, "error"
+        self._end(job)
+        return Output(handle, None, "", None, False, "error")
+
+    # -- lanes ----------------------------------------------------------------------------------
+
+    def _merge(self) -> None:
+        """Puts rows that are past their first round together, where the model can feed them so."""
+        if self.row_by_row is not None:
+            return
+        together: dict[Any, Decoder] = {}
+        for lane in list(self._lanes):
+            if lane.rounds == 0:
+                continue
+            first = together.setdefault(kinds_of(lane.batch.cache), lane)
+            if first is not lane:
+                for row in lane.batch.rows:
+                    self._job_of(row).decoder = first
+                first.join(lane, self.max_draft_tokens + 1)
+                self._lanes.remove(lane)
+
+    def _leave(self, lane: Decoder, jobs: list[_Job]) -> None:
+        rows = [b for b, row in enumerate(lane.batch.rows) if any(row is job.row for job in jobs)]
+        if rows:
+            lane.leave(rows)
+        if not lane.batch.rows and lane in self._lanes:
+            self._lanes.remove(lane)
+        for job in jobs:
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        job.row.close()
+        self._jobs.pop(job.handle.id, None)
+
+    def _job_of(self, row: Row) -> _Job:
+        return next(job for job in self._jobs.values() if job.row is row)

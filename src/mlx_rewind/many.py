@@ -1,0 +1,128 @@
+"""Generation for many prompts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.sample_utils import greedy_sampler
+
+from .batch import LogitsProcessor, Sampler
+from .draft.protocol import Drafter, Proposer
+from .engine import Engine, Handle, Request
+from .generate import encode
+from .types import SpecStats
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What came of the prompts, in their order.
+
+    texts, tokens      the generated text and token ids of each
+    finish_reasons     stop, length, or error
+    stats              what speculation did for each
+    errors             what a sampler, processor or drafter of that prompt raised, else None
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    finish_reasons: list[str]
+    stats: list[SpecStats]
+    errors: list[Exception | None]
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int] | mx.array],
+    *,
+    drafter: Drafter | Proposer | Sequence[Drafter | Proposer | None] | None = None,
+    num_draft_tokens: int | Sequence[int] = 4,
+    max_tokens: int | Sequence[int] = 256,
+    sampler: Sampler | Sequence[Sampler | None] | None = None,
+    logits_processors: Sequence[LogitsProcessor] | Sequence[Sequence[LogitsProcessor]] = (),
+    stop: str | Sequence[str] = (),
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    max_rows: int = 8,
+    memory_limit: int | None = None,
+    prefill_step_size: int = 512,
+    progress: Progress | None = None,
+) -> BatchResult:
+    """Generates from all prompts, several in one forward; each as if it were alone.
+
+    prompts              texts or token ids
+    drafter, num_draft_tokens, max_tokens, sampler
+                         one for all prompts, or a list with one for each; see `generate_step`
+    logits_processors    a list for all prompts, or a list of lists with one for each
+    max_rows             prompts under work at once
+    memory_limit         bytes that the caches of these may grow to
+    progress             progress(done, total), in prompts
+
+    Raises ValueError for a list of another length, and as `Engine.submit` does, before any token.
+    """
+    count = len(prompts)
+    processors: Any = logits_processors
+    shared = not processors or callable(processors[0])
+    columns = zip(
+        (encode(tokenizer, prompt) for prompt in prompts),
+        _each(max_tokens, count, "max_tokens"),
+        _each(drafter, count, "drafter"),
+        _each(num_draft_tokens, count, "num_draft_tokens"),
+        _each(sampler, count, "sampler"),
+        [processors] * count if shared else _each(processors, count, "logits_processors"),
+        strict=True,
+    )
+    engine = Engine(
+        model,
+        tokenizer,
+        max_rows=max_rows,
+        memory_limit=memory_limit,
+        prefill_step_size=prefill_step_size,
+        max_draft_tokens=max([16, *_each(num_draft_tokens, count, "num_draft_tokens")]),
+    )
+    handles = [
+        engine.submit(
+            Request(
+                prompt,
+                max_tokens=limit,
+                drafter=guesses,
+                num_draft_tokens=drafts,
+                sampler=sample or greedy_sampler,
+                logits_processors=tuple(process or ()),
+                stop=stop,
+                kv_bits=kv_bits,
+                kv_group_size=kv_group_size,
+            )
+        )
+        for prompt, limit, guesses, drafts, sample, process in columns
+    ]
+    _run(engine, handles, progress or (lambda done, total: None))
+    return BatchResult(
+        [handle.text for handle in handles],
+        [handle.tokens for handle in handles],
+        [str(handle.finish_reason) for handle in handles],
+        [handle.stats for handle in handles],
+        [handle.error for handle in handles],
+    )
+
+
+def _run(engine: Engine, handles: list[Handle], progress: Progress) -> None:
+    progress(0, len(handles))
+    for output in engine:
+        if output.finish_reason is not None:
+            progress(sum(handle.done for handle in handles), len(handles))
+
+
+def _each(value: Any, count: int, name: str) -> list[Any]:
+    """One value per prompt."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
+    return list(value)
