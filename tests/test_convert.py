@@ -154,8 +154,8 @@ def assert_mlx_lm_computes_the_same(a: Path, b: Path) -> None:
     [
         {},
         {"quantize": True},
-        {"quantize": True, "q_bits": 8, "q_group_size": 32},
-        {"quantize": True, "q_mode": "mxfp8"},
+        {"quantize": True, "q_bits": 8, "q_group_size": 32, "dtype": "float32"},
+        {"quantize": True, "q_mode": "mxfp8", "dtype": "float32"},
         {"quantize": True, "quant_predicate": "mixed_3_6", "dtype": "float32"},
         {"quantize": True, "quant_predicate": lambda path, _: "mlp" in path},
         {"dtype": "float16"},
@@ -511,8 +511,7 @@ def test_tensors_of_no_part_are_noted(tmp_path: Path, out: Path) -> None:
 
 def write_plain(name: str, folder: Path) -> Path:
     save_model(folder, zoo.build(name, fresh=True))
-    config = {"max_position_embeddings": 512, **zoo.CONFIGS[name]}
-    save_config(config, folder / "config.json")
+    save_config(dict(zoo.CONFIGS[name]), folder / "config.json")
     tokenizer_into(folder)
     return folder
 
@@ -526,7 +525,7 @@ def test_a_model_without_heads_is_converted(tmp_path: Path, out: Path) -> None:
 
 
 def test_heads_that_cannot_be_used_are_noted(tmp_path: Path, out: Path) -> None:
-    report = make(write_plain("deepseek_v41", tmp_path / "v41"), out)
+    report = make(write_plain("longcat_flash_ngram", tmp_path / "ngram"), out)
     assert report.head is None
     assert "left out" in report.notes[0]
 
@@ -553,7 +552,7 @@ def test_progress_is_told_and_nothing_printed(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[tuple[str, int, int]] = []
-    options = ConvertOptions(quantize=True, mtp_q_bits=8)
+    options = ConvertOptions(**TRUNK, mtp_q_bits=8)
     convert(SHIPPED, out, options, lambda *call: calls.append(call))
     assert [stage for stage, _, _ in calls] == ["load", "save", "head", "check", "done"]
     assert [done for _, done, _ in calls] == [0, 1, 2, 3, 4]

@@ -15,7 +15,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 # Their public functions keep mlx-lm's argument names, all of them.
-WIDE_SIGNATURES = {Path("src/mlx_rewind/generate.py")}
+WIDE_SIGNATURES = {Path("src/mlx_rewind/generate.py"), Path("src/mlx_rewind/many.py")}
 BROAD = {"Exception", "BaseException"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Offence = tuple[int, str]

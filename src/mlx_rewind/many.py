@@ -66,42 +66,24 @@ def batch_generate(
 
     Raises ValueError for a list of another length, and as `Engine.submit` does, before any token.
     """
-    count = len(prompts)
-    processors: Any = logits_processors
-    shared = not processors or callable(processors[0])
-    columns = zip(
-        (encode(tokenizer, prompt) for prompt in prompts),
-        _each(max_tokens, count, "max_tokens"),
-        _each(drafter, count, "drafter"),
-        _each(num_draft_tokens, count, "num_draft_tokens"),
-        _each(sampler, count, "sampler"),
-        [processors] * count if shared else _each(processors, count, "logits_processors"),
-        strict=True,
-    )
+    columns = {
+        "max_tokens": max_tokens,
+        "drafter": drafter,
+        "num_draft_tokens": num_draft_tokens,
+        "sampler": sampler,
+        "logits_processors": logits_processors,
+    }
+    shared = {"stop": stop, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    requests = _requests([encode(tokenizer, prompt) for prompt in prompts], columns, shared)
     engine = Engine(
         model,
         tokenizer,
         max_rows=max_rows,
         memory_limit=memory_limit,
         prefill_step_size=prefill_step_size,
-        max_draft_tokens=max([16, *_each(num_draft_tokens, count, "num_draft_tokens")]),
+        max_draft_tokens=max([16, *(request.num_draft_tokens for request in requests)]),
     )
-    handles = [
-        engine.submit(
-            Request(
-                prompt,
-                max_tokens=limit,
-                drafter=guesses,
-                num_draft_tokens=drafts,
-                sampler=sample or greedy_sampler,
-                logits_processors=tuple(process or ()),
-                stop=stop,
-                kv_bits=kv_bits,
-                kv_group_size=kv_group_size,
-            )
-        )
-        for prompt, limit, guesses, drafts, sample, process in columns
-    ]
+    handles = [engine.submit(request) for request in requests]
     _run(engine, handles, progress or (lambda done, total: None))
     return BatchResult(
         [handle.text for handle in handles],
@@ -110,6 +92,19 @@ def batch_generate(
         [handle.stats for handle in handles],
         [handle.error for handle in handles],
     )
+
+
+def _requests(prompts: list[Any], columns: dict[str, Any], shared: dict[str, Any]) -> list[Request]:
+    """One request per prompt; a column is one value for all of them, or a list."""
+    count, processors = len(prompts), columns["logits_processors"]
+    if not processors or callable(processors[0]):
+        columns = {**columns, "logits_processors": [tuple(processors)] * count}
+    each = {name: _each(value, count, name) for name, value in columns.items()}
+    each["sampler"] = [given or greedy_sampler for given in each["sampler"]]
+    return [
+        Request(prompt, **shared, **{name: values[i] for name, values in each.items()})
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def _run(engine: Engine, handles: list[Handle], progress: Progress) -> None:
