@@ -631,9 +631,8 @@ def _halves(tensors: Tensors) -> Iterator[Tensors]:
 
 
 def _save_shards(folder: Path, name: str, shards: list[Tensors], is_raw: bool) -> None:
-    start = (
-        "model.safetensors" if name.startswith("qwen3_5") and is_raw else "model"
-    )  # as published
+    published = is_raw and name.startswith("qwen3_5")
+    start = "model.safetensors" if published else "model"
     index = {}
     for i, shard in enumerate(shards):
         file = f"{start}-{i + 1:05d}-of-{len(shards):05d}.safetensors"

@@ -260,6 +260,27 @@ def test_the_dtype_asked_for_is_that_of_the_head(out: Path) -> None:
     assert {x.dtype for x in stored.values()} == {mx.float32}
 
 
+def test_what_mlx_lm_does_not_cast_in_the_trunk_stays_in_the_head(
+    tmp_path: Path, out: Path
+) -> None:
+    source = head_checkpoints.write("glm4_moe", tmp_path / "source").folder
+    make(source, out, dtype="bfloat16")
+    stored = tensors_of(out, "mtp/*.safetensors")
+    kept = {name.rpartition(".")[2] for name, x in stored.items() if x.dtype == mx.float32}
+    assert kept == {"e_score_correction_bias"}
+
+
+def test_a_projection_that_is_stored_transposed_is_turned(tmp_path: Path, out: Path) -> None:
+    def turn(tensors: Tensors) -> Tensors:
+        return {k: mx.contiguous(x.T) if "linear_proj" in k else x for k, x in tensors.items()}
+
+    source = head_checkpoints.write("ernie4_5_moe", tmp_path / "source", edit=turn).folder
+    make(source, out)
+    target = load_trunk(out)
+    ours, theirs = (parameters_of(MTP.load(folder, target)) for folder in (out, source))
+    assert_same_tensors(ours, theirs)
+
+
 def test_a_quantised_head_is_kept_as_it_is(four_bits: Path, out: Path) -> None:
     report = make(four_bits, out)
     assert_same_tensors(*(tensors_of(each, "mtp/*.safetensors") for each in (four_bits, out)))
@@ -559,6 +580,33 @@ def test_progress_is_told_and_nothing_printed(
     assert {total for _, _, total in calls} == {4}
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_hub_names(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card names the source, and the folder is whole when it is uploaded."""
+    asked: list[tuple[Any, ...]] = []
+
+    def download(name: str, revision: str | None = None) -> Path:
+        asked.append((name, revision))
+        return SHIPPED
+
+    def upload(folder: str, repository: str) -> None:
+        print("uploading")
+        asked.append((repository, sorted(path.name for path in Path(folder).iterdir())))
+
+    monkeypatch.setattr(module, "folder_of", download)
+    monkeypatch.setattr(module.utils, "upload_to_hub", upload)
+    card = mlx_lm.utils.create_model_card
+    cards: list[str | None] = []
+
+    def card_of(folder: Path, name: str | None) -> None:
+        cards.append(name)
+        card(folder, None)
+
+    monkeypatch.setattr(module.utils, "create_model_card", card_of)
+    make(Path("me/mine"), out, revision="v1", upload_repo="me/theirs")
+    assert cards[-1] == "me/mine"
+    assert asked == [("me/mine", "v1"), ("me/theirs", sorted(path.name for path in out.iterdir()))]
 
 
 # --- refusals --------------------------------------------------------------------------------

@@ -304,7 +304,7 @@ def _change(mtp: MTP, options: ConvertOptions, notes: list[str]) -> None:
         if how:
             left = _quantize(head, mtp.target, how)
             notes += [f"not quantised, no group divides them: {', '.join(left)}"] if left else []
-        # A transposed view is multiplied by another kernel than what will be read back.
+        # A GPU may multiply a transposed view by another kernel than what will be read back.
         head.update(tree_map(mx.contiguous, head.parameters()))
 
 

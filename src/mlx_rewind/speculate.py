@@ -28,7 +28,7 @@ from .accept import match
 from .batch import Batch, Row
 from .cache.checkpoint import Checkpoint
 from .cache.round import Round, check
-from .draft.protocol import propose
+from .draft.protocol import Group, Session, propose
 from .target import Target, check_quantizable
 from .types import Draft, StepOutput
 
@@ -224,6 +224,11 @@ class Decoder:
             if not decoder._has_rows:
                 decoder.batch.open(slack)
                 decoder._has_rows = True
+        theirs = [row.proposer for row in other.batch.rows]
+        for ours in [row.proposer for row in self.batch.rows]:
+            for proposer in theirs:
+                if isinstance(ours, Session) and isinstance(proposer, Session):
+                    ours.join(proposer, slack)
         self.batch.join(other.batch)
         self.target.watch_as(other.target)
         self.plan = check(self.batch.model, self.batch.cache)
@@ -264,12 +269,23 @@ class Decoder:
     # -- parts ----------------------------------------------------------------------------------
 
     def _draft(self) -> Draft:
-        guesses = [mx.zeros((0,), mx.uint32)] * len(self.batch.rows)
-        for b, row in enumerate(self.batch.rows):
-            limit = self._limit(row)
-            if row.proposer is not None and limit > 0:
+        rows, vocab = self.batch.rows, self.target.vocab_size
+        guesses = [mx.zeros((0,), mx.uint32)] * len(rows)
+        limits = [max(0, self._limit(row)) for row in rows]
+        groups: dict[int, Group] = {}
+        for b, row in enumerate(rows):
+            group = row.proposer.group if isinstance(row.proposer, Session) else None
+            if group is not None and len(group.members) > 1:
+                groups[id(group)] = group
+            elif row.proposer is not None and limits[b]:
                 with self.batch.guard(row):
-                    guesses[b] = propose(row.proposer, row.tokens, limit, self.target.vocab_size)
+                    guesses[b] = propose(row.proposer, row.tokens, limits[b], vocab)
+        index = {id(row.proposer): b for b, row in enumerate(rows)}
+        for group in groups.values():
+            at = [index[id(member)] for member in group.members]
+            if any(limits[b] for b in at):
+                drafts = group.propose([rows[b].tokens for b in at], [limits[b] for b in at])
+                guesses = [drafts[at.index(b)] if b in at else x for b, x in enumerate(guesses)]
         return Draft.of(guesses)
 
     def _limit(self, row: Row) -> int:

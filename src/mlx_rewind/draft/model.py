@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -9,10 +10,12 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cache.members import join, keep, rows_of
+from ..cache.ragged import why_row_by_row
 from ..cache.round import Round, check
 from ..errors import DraftMismatchError
 from ..target import Target
-from .protocol import Drafter, Session
+from .protocol import Drafter, Group, Session
 
 
 class DraftModel(Drafter):
@@ -43,71 +46,155 @@ class DraftModel(Drafter):
 
 
 class _Session(Session):
-    """One row's draft cache.
-
-    tokens           t0 t1 ... tn | pending
-    cache after catch-up  └──────┴─────┘ then d1 .. d(K-1), one per forward, in a round
-    the last draft token is proposed without being fed
-    """
+    """One row of a group."""
 
     def __init__(self, drafter: DraftModel, target_vocab: int) -> None:
-        self._drafter = drafter
-        self._shared_vocab = min(target_vocab, drafter.vocab_size)
-        self.cache = make_prompt_cache(drafter.model)
-        self._cached = 0
-        self._round: Round | None = None
-        self._fed: list[mx.array] = []
+        self.group: _Group = _Group(drafter, self, target_vocab)
+
+    @property
+    def cache(self) -> list[Any]:
+        """The draft cache, with those of the other rows of its group."""
+        return self.group.cache
 
     def propose(self, tokens: list[int], num_draft_tokens: int) -> mx.array:
-        with mx.stream(generation_stream):
-            self._settle(tokens)
-            token = self._catch_up(tokens)
-            drafts = [token]
-            if num_draft_tokens > 1:
-                model = self._drafter.model
-                self._round = Round(model, self.cache, single_steps=num_draft_tokens - 1).open()
-            while len(drafts) < num_draft_tokens:
-                self._fed.append(token)
-                token = self._feed(token[None])
-                drafts.append(token)
-            return mx.concatenate(drafts)
+        return self.group.propose([tokens], [num_draft_tokens])[0]
+
+    def join(self, other: Session, slack: int) -> None:
+        if isinstance(other, _Session) and other.group.fits(self.group):
+            self.group.join(other.group, slack)
 
     def close(self) -> None:
+        self.group.leave(self)
+
+
+class _Group(Group):
+    """The draft caches of some rows.
+
+        tokens                t0 t1 ... tn | pending
+        cache after catch-up  └──────┴─────┘ then d1 .. d(K-1), one per forward, in a round
+        the last draft token is proposed without being fed
+
+    cached    tokens of each row in the cache when no round is open
+    """
+
+    def __init__(self, drafter: DraftModel, member: _Session, target_vocab: int) -> None:
+        self.members: list[Session] = [member]
+        self.cache = make_prompt_cache(drafter.model)
+        self.cached = [0]
+        self._drafter = drafter
+        self._shared_vocab = min(target_vocab, drafter.vocab_size)
+        self._round: Round | None = None
+        self._fed: list[mx.array] = []
+        self._has_rows = False
+
+    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
+        with mx.stream(generation_stream):
+            self._settle(tokens)
+            drafts = [self._catch_up(tokens)]
+            longest = max(limits)
+            if longest > 1:
+                model = self._drafter.model
+                self._round = Round(model, self.cache, single_steps=longest - 1).open()
+            while len(drafts) < longest:
+                self._fed.append(drafts[-1])
+                drafts.append(self._best(self._forward(drafts[-1][:, None]), -1))
+            together = mx.stack(drafts, axis=1)
+            return [together[b, :limit] for b, limit in enumerate(limits)]
+
+    # -- rows come and go -----------------------------------------------------------------------
+
+    def fits(self, other: _Group) -> bool:
+        """Whether both may draft together."""
+        if other is self or other._drafter is not self._drafter:
+            return False
+        return why_row_by_row(self._drafter.model) is None
+
+    def join(self, other: _Group, slack: int) -> None:
+        for group in (self, other):
+            group._abort()
+            if not group._has_rows:
+                group.cache = [rows_of(entry, slack) for entry in group.cache]
+                group._has_rows = True
+        join(self.cache, other.cache)
+        self.cached += other.cached
+        self.members += other.members
+        for member in other.members:
+            member.group = self
+
+    def leave(self, member: Session) -> None:
+        stay = [b for b, known in enumerate(self.members) if known is not member]
+        if len(stay) == len(self.members):
+            return
+        self._abort()
+        if stay:
+            keep(self.cache, stay)
+            self.cached = [self.cached[b] for b in stay]
+            self.members = [self.members[b] for b in stay]
+
+    def _abort(self) -> None:
         if self._round is not None:
             self._round.abort()
-            self._round = None
+            self._round, self._fed = None, []
 
-    def _settle(self, tokens: list[int]) -> None:
-        """Keeps those of the fed draft tokens that the row has committed since."""
+    # -- the draft caches -----------------------------------------------------------------------
+
+    def _settle(self, tokens: Sequence[list[int]]) -> None:
+        """Keeps those of the fed draft tokens that the rows have committed since."""
         if self._round is None:
             return
-        kept = 0
-        for fed, committed in zip(self._fed, tokens[self._cached :], strict=False):
-            if fed.item() != committed:
-                break
-            kept += 1
+        fed: Any = mx.stack(self._fed, axis=1).tolist()
+        rows = zip(fed, self.cached, tokens, strict=True)
+        kept = [_agreed(guesses, row[known:]) for guesses, known, row in rows]
         self._round.commit(kept)
         self._round, self._fed = None, []
-        self._cached += kept
+        self.cached = [known + count for known, count in zip(self.cached, kept, strict=True)]
 
-    def _catch_up(self, tokens: list[int]) -> mx.array:
-        """Feeds what the row has and the cache has not; returns the first draft token, [1]."""
-        new = mx.array([self._known(token) for token in tokens[self._cached :]], mx.uint32)
+    def _catch_up(self, tokens: Sequence[list[int]]) -> mx.array:
+        """Feeds what the rows have and the cache has not; returns the first draft tokens, [B]."""
+        new = [
+            [self._known(token) for token in row[known:]]
+            for row, known in zip(tokens, self.cached, strict=True)
+        ]
+        lengths = [len(row) for row in new]
+        self.cached = [len(row) for row in tokens]
+        if min(lengths) == max(lengths):
+            return self._best(self._feed(mx.array(new, mx.uint32)), -1)
+        padded = mx.array([row + [0] * (max(lengths) - len(row)) for row in new], mx.uint32)
+        with Round(self._drafter.model, self.cache) as window:
+            logits = self._forward(padded)
+            window.commit(lengths)
+        last = mx.array(lengths)[:, None, None] - 1
+        return self._best(mx.take_along_axis(logits, last, axis=1), 0)
+
+    def _feed(self, new: mx.array) -> mx.array:
+        """Feeds [B, S] in chunks; returns the logits of the last one."""
         step = self._drafter.prefill_step_size
-        while new.size > step:
-            self._drafter.forward(new[None, :step], self.cache)
+        while new.shape[1] > step:
+            self._forward(new[:, :step])
             mx.eval([entry.state for entry in self.cache])
-            new = new[step:]
-        self._cached = len(tokens)
-        return self._feed(new[None])
+            new = new[:, step:]
+        return self._forward(new)
 
-    def _feed(self, window: mx.array) -> mx.array:
-        logits = self._drafter.forward(window, self.cache).logits
-        return mx.argmax(logits[:, -1, : self._shared_vocab], axis=-1).astype(mx.uint32)
+    def _forward(self, window: mx.array) -> mx.array:
+        return self._drafter.forward(window, self.cache).logits
+
+    def _best(self, logits: mx.array, position: int) -> mx.array:
+        best = mx.argmax(logits[:, position, : self._shared_vocab], axis=-1)
+        return best.astype(mx.uint32)
 
     def _known(self, token: int) -> int:
         """A target's padding id that the draft model has no embedding for is fed as id 0."""
         return token if token < self._drafter.vocab_size else 0
+
+
+def _agreed(guesses: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many guesses are the tokens that came."""
+    count = 0
+    for guess, token in zip(guesses, tokens, strict=False):
+        if guess != token:
+            break
+        count += 1
+    return count
 
 
 def check_tokenizers(target: Any, draft: Any) -> None:

@@ -38,8 +38,26 @@ class Drafter(ABC):
         """Returns a proposer for a new row of `target`."""
 
 
+class Group(ABC):
+    """Sessions of one drafter whose rows draft in one forward.
+
+    members    the sessions, in the order of the rows of its caches
+    """
+
+    members: list[Session]
+
+    @abstractmethod
+    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
+        """For each member's row: at most so many draft tokens after its tokens, [n] uint32."""
+
+
 class Session(ABC):
-    """A proposer that keeps state of its own for one row, and gives it back when the row ends."""
+    """A proposer that keeps state of its own for one row, and gives it back when the row ends.
+
+    group    the sessions that it drafts together with, itself included; None for one that cannot
+    """
+
+    group: Group | None = None
 
     @abstractmethod
     def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
@@ -52,9 +70,15 @@ class Session(ABC):
         tokens    n ids: the token after each of them
         """
 
+    def join(self, other: Session, slack: int) -> None:  # noqa: B027
+        """Drafts together with `other` and its group from here on, if it can. Between two rounds.
+
+        slack    the longest window that will be fed, for sliding windows
+        """
+
     @abstractmethod
     def close(self) -> None:
-        """Takes back the draft tokens of an unfinished round."""
+        """Takes back the draft tokens of an unfinished round, and leaves its group."""
 
 
 def kind_of(drafter: Drafter | Proposer | None) -> str:
