@@ -225,7 +225,7 @@ def main() -> None:
         draft = mlx_rewind.load_draft(args.draft_model, tokenizer)
     head = None
     with suppress(FileNotFoundError, mlx_rewind.UnsupportedModelError):
-        head = mlx_rewind.load_mtp(args.model, model, args.mtp_norms)
+        head = mlx_rewind.load_mtp(args.model, model, norms=args.mtp_norms)
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for entry in held_out_prompts(tokenizer):
         by_kind.setdefault(entry["kind"], []).append(entry)

@@ -145,6 +145,7 @@ def test_every_drafter_gives_the_same_text(
         "none": (),
         "ngram": (),
         "model": (),
+        "mtp": (),
         "prediction": ("--prediction-file", prediction),
     }
     results = {
@@ -456,6 +457,71 @@ def test_inspect_prints_a_table(run: Run, llama: Path) -> None:
     dense = run("inspect", "--model", llama)
     assert "KVCache" in dense.out
     assert "no MTP head is known for model type llama" in dense.out
+
+
+# --- MTP heads -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stripped(tmp_path: Path) -> Path:
+    """The shipped model as mlx-lm's conversion leaves it: announced in the config, no head."""
+    folder = Path(shutil.copytree(SHIPPED, tmp_path / "stripped"))
+    weights = mx.load(str(folder / "model.safetensors"))
+    trunk = {name: x for name, x in weights.items() if not name.startswith("mtp.")}
+    mx.save_safetensors(str(folder / "model.safetensors"), trunk, metadata={"format": "mlx"})
+    return folder
+
+
+def test_the_head_drafts(run: Run, tmp_path: Path) -> None:
+    line = ("generate", *QUESTION, "-m", 12, "--json")
+    plain, drafted = run(*line).json, run(*line, "--draft", "mtp", "--num-draft-tokens", 2).json
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["draft_kind"] == "mtp"
+    assert 0 < drafted["draft_n_accepted"] <= drafted["draft_n"]
+    assert len(drafted["acceptance_per_position"]) == 2
+    assert (
+        run("convert", "--model", SHIPPED, "--mlx-path", tmp_path / "head", "--mtp-only").code == 0
+    )
+    alone = run(*line, "--draft-model", tmp_path / "head", "--num-draft-tokens", 2).json
+    assert (alone["draft_kind"], alone["draft_n"]) == ("mtp", drafted["draft_n"])
+
+
+def test_a_head_that_is_announced_and_missing(run: Run, stripped: Path, caplog: Any) -> None:
+    line = ("generate", "--model", stripped, *QUESTION, "-m", 4)
+    assert run(*line, "--json").json["draft_kind"] == "none"
+    (note,) = [record.message for record in caplog.records]
+    assert "announces 1, but the tensors are missing" in note
+    refused = run(*line, "--draft", "mtp")
+    assert (refused.code, refused.out) == (2, "")
+    assert "the tensors are missing" in refused.err
+    assert "the tensors are missing" in run("inspect", "--model", stripped).out
+
+
+def test_norms_of_a_head_are_decided_by_the_option(run: Run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SHIPPED, tmp_path / "unrecorded"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["mlx_rewind_mtp"]
+    (folder / "config.json").write_text(json.dumps(config))
+    line = ("generate", "--model", folder, *QUESTION, "-m", 12, "--draft", "mtp", "--json")
+    assert "--mtp-norms raw|converted" in run(*line).err
+    drafted = {how: run(*line, "--mtp-norms", how).json for how in ("raw", "converted")}
+    assert drafted["raw"]["tokens"] == drafted["converted"]["tokens"]
+    assert drafted["raw"]["draft_n_accepted"] < drafted["converted"]["draft_n_accepted"]
+
+
+def test_convert_gives_a_lost_head_back(run: Run, stripped: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = ("convert", "--model", stripped, "--mlx-path", out, "--mtp-from", SHIPPED, "-q")
+    report = run(*line, "--mtp-q-bits", 8, "--json").json
+    assert report["head"]["layout"] == "side file"
+    assert report["head"]["quantization"]
+    assert report["agreement"] > 0.9
+    assert "exist" in run(*line).err
+    told = run("convert", "--model", out, "--mlx-path", tmp_path / "again", "--mtp", "drop").out
+    assert "wrote" in told
+    assert "MTP" not in told
+    result = run("generate", "--model", out, *QUESTION, "-m", 4, "--draft", "mtp", "--json").json
+    assert result["draft_kind"] == "mtp"
 
 
 # --- the installed command -------------------------------------------------------------------

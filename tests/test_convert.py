@@ -5,6 +5,7 @@ import filecmp
 import io
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from mlx_rewind import convert as module
 from mlx_rewind.convert import ConvertOptions, ConvertReport, convert
 from mlx_rewind.draft.checkpoint import RECORD
 from mlx_rewind.draft.families import FAMILIES
-from mlx_rewind.load import SHIPPED, _classes_without_heads
+from mlx_rewind.load import SHIPPED, classes_without_heads
 from mlx_rewind.target import Target
 
 #: Float32, because the CPU multiplies quantised weights in bfloat16 slowly.
@@ -40,7 +41,7 @@ def make(source: Path, folder: Path, **options: Any) -> ConvertReport:
 
 
 def load_trunk(folder: Path) -> Any:
-    return mlx_lm.utils.load_model(folder, get_model_classes=_classes_without_heads)[0]
+    return mlx_lm.utils.load_model(folder, get_model_classes=classes_without_heads)[0]
 
 
 def logits_of(mtp: MTP, text: list[int] = IDS) -> list[mx.array]:
@@ -594,7 +595,7 @@ def test_hub_names(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         print("uploading")
         asked.append((repository, sorted(path.name for path in Path(folder).iterdir())))
 
-    monkeypatch.setattr(module, "folder_of", download)
+    monkeypatch.setattr(sys.modules["mlx_rewind.load"], "folder_of", download)
     monkeypatch.setattr(module.utils, "upload_to_hub", upload)
     card = mlx_lm.utils.create_model_card
     cards: list[str | None] = []

@@ -44,7 +44,7 @@ from mlx_rewind import DraftMismatchError
 from mlx_rewind.draft.families import FAMILIES
 from mlx_rewind.draft.mtp import MTP
 from mlx_rewind.draft.protocol import Drafter, Session
-from mlx_rewind.load import _classes_without_heads, head_is_missing
+from mlx_rewind.load import classes_without_heads, head_is_missing
 from mlx_rewind.target import Target
 
 NAMES = sorted(FAMILIES)
@@ -64,7 +64,7 @@ class Setup(NamedTuple):
 
 
 def load_trunk(folder: Path) -> Any:
-    return load_model(folder, get_model_classes=_classes_without_heads)[0]
+    return load_model(folder, get_model_classes=classes_without_heads)[0]
 
 
 @pytest.fixture(scope="module")

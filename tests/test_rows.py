@@ -36,9 +36,15 @@ LENGTHS = [1, 5, 13]
 SLACK = 9
 
 
+#: `Indexer` (deepseek_v32.py): `argpartition` leaves the chosen positions in an order that depends
+#: on how many slots there are, and a single step adds them up in that order.
+INDEXED = {"deepseek_v32", "glm_moe_dsa"}
+
+
 def tolerance(name: str) -> float:
-    """Rows read a ring in the order of its slots, everything else as a row by itself does."""
-    return 1e-5 if zoo.INEXACT_IN_ROUNDS.get(name) == zoo.RING else 0.0
+    """Rows read a ring in the order of its slots, almost everything else as a row alone does."""
+    in_slot_order = zoo.INEXACT_IN_ROUNDS.get(name) == zoo.RING
+    return zoo.round_tolerance(name) if in_slot_order or name in INDEXED else 0.0
 
 
 def prompt_of(length: int, row: int = 0) -> list[int]:
@@ -271,7 +277,25 @@ def test_a_window_as_long_as_the_slack(name: str, slack: int) -> None:
 
 
 @pytest.mark.parametrize("name", RINGS)
-def test_a_window_longer_than_the_slack_is_refused(name: str) -> None:
+@pytest.mark.parametrize("slack", [0, 1, 6])
+def test_a_window_one_longer_than_the_slack(name: str, slack: int) -> None:
+    """It may write over the oldest token of a full window, which no later token sees."""
+    model = zoo.build(name)
+    caches = alone(model, [2, 9, 21])
+    batch = together(caches, slack)
+    for kept in ([0, 0, 0], [0, slack, 1], [slack + 1, 0, 0], [1, 1, 0], [0, 0, slack + 1]):
+        play(name, batch, caches, [(slack + 1, kept)])
+        for row, cache in enumerate(caches):
+            for following in ([3], [3, 50, 8, 91]):
+                ours, theirs = (
+                    model(mx.array([following]), cache=copy.deepcopy(rows))
+                    for rows in (extract(batch, row), cache)
+                )
+                assert zoo.difference(ours, theirs, tolerance(name)) is None
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_a_longer_window_is_refused(name: str) -> None:
     model = zoo.build(name)
     caches = alone(model, [2, 9, 21])
     batch = together(caches, 3)
@@ -285,7 +309,7 @@ def test_a_window_longer_than_the_slack_is_refused(name: str) -> None:
 # --- from stock caches and back --------------------------------------------------------------
 
 
-def greedy(model: nn.Module, cache: list[Any], n: int = 20) -> list[int]:
+def greedy(model: nn.Module, cache: list[Any], n: int = 12) -> list[int]:
     return [
         token for token, _ in generate_step(mx.array([3]), model, max_tokens=n, prompt_cache=cache)
     ]
@@ -469,7 +493,7 @@ def test_a_class_without_rows_is_refused_by_name(entry: Any, message: str) -> No
 # --- rounds over rows ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "gpt_oss", "llama"])
 @pytest.mark.parametrize(
     "kept", [[1, 2], [1, 2, 3, 4], [], [0, 1, 5], [-1, 0, 0], 5, -1, [1, 2.0, 3], "123", [None] * 3]
 )

@@ -34,7 +34,7 @@ from .draft.heads import Head
 from .draft.loading import HeadReport, load_heads
 from .draft.mtp import MTP
 from .errors import UnsupportedModelError
-from .load import _classes_without_heads, head_is_missing
+from .load import head_is_missing, load_checkpoint
 from .target import Target
 
 #: Called as each stage begins, and at the end with "done": (stage, its number, number of the end).
@@ -208,18 +208,11 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
 
 def _load(name: str, revision: str | None, trusted: dict[str, Any]) -> _Source:
     """Loads the trunk lazily. Raises as `mlx_rewind.load` does."""
-    folder = folder_of(name, revision)
-    classes: Any = _classes_without_heads
-    try:
-        model, config = utils.load_model(folder, True, get_model_classes=classes, **trusted)
-        ends = config.get("eos_token_id")
-        tokenizer = utils.load_tokenizer(folder, trusted, eos_token_ids=ends)
-    except OSError as error:
-        raise FileNotFoundError(f"cannot load {name}: {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise ValueError(f"{name} holds no model that mlx-lm can load: {e!r}") from e
-    config.pop(RECORD, None)  # it is on the files of the source
-    return _Source(name, folder, model, tokenizer, config)
+    loaded = load_checkpoint(
+        name, revision=revision, tokenizer_config=trusted, lazy=True, **trusted
+    )
+    loaded.config.pop(RECORD, None)  # it is on the files of the source
+    return _Source(name, *loaded)
 
 
 def _find_heads(source: _Source, options: ConvertOptions) -> tuple[Path | None, list[str]]:

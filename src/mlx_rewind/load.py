@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +15,6 @@ from mlx_lm.utils import _get_classes, load_adapters, load_model, load_tokenizer
 
 from .cache.attach import attach
 from .draft.checkpoint import (
-    Norms,
     announced,
     family_of,
     find_heads,
@@ -35,7 +34,6 @@ _MODELS = Path(__file__).parent / "models"
 SHIPPED = _MODELS / "demo"
 SHIPPED_DRAFT = _MODELS / "demo-draft"
 
-
 _log = logging.getLogger("mlx_rewind")
 
 
@@ -50,43 +48,56 @@ def load(path_or_hf_repo: str | Path | None = None, **options: Any) -> tuple[nn.
     Raises FileNotFoundError for a path or name that leads nowhere, ValueError for a folder that
     holds no model.
     """
-    name = str(SHIPPED if path_or_hf_repo is None else path_or_hf_repo)
-    folder = folder_of(name, options.pop("revision", None))
     options.pop("return_config", None)
+    loaded = load_checkpoint(SHIPPED if path_or_hf_repo is None else path_or_hf_repo, **options)
+    with suppress(UnsupportedModelError):  # refused where it matters: at the first round
+        attach(loaded.model)
+    note = head_is_missing(loaded.folder, loaded.model)
+    if note:
+        _log.warning(note)
+    return loaded.model, loaded.tokenizer
+
+
+class Loaded(NamedTuple):
+    """A checkpoint as mlx-lm reads it."""
+
+    folder: Path
+    model: nn.Module
+    tokenizer: Any
+    config: dict[str, Any]
+
+
+def load_checkpoint(
+    path_or_hf_repo: str | Path,
+    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    revision: str | None = None,
+    **options: Any,
+) -> Loaded:
+    """What `mlx_lm.load` does, for checkpoints with heads that it does not know how to drop.
+
+    Raises as `load` does.
+    """
+    name, classes = str(path_or_hf_repo), classes_without_heads
+    folder = folder_of(name, revision)
     try:
-        model, tokenizer = _load(folder, **options)
+        model, config = load_model(folder, get_model_classes=classes, **options)  # type: ignore[arg-type]
+        if adapter_path is not None:
+            model = load_adapters(model, adapter_path)
+            model.eval()
+        ends = config.get("eos_token_id")
+        tokenizer = load_tokenizer(folder, tokenizer_config, eos_token_ids=ends)
     except OSError as error:
         raise FileNotFoundError(f"cannot load {name}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise ValueError(f"{name} holds no model that mlx-lm can load: {e!r}") from e
     if len(tokenizer.get_vocab()) < 2:
         raise ValueError(f"{name} has no tokenizer (tokenizer.json or the like is missing)")
-    with suppress(UnsupportedModelError):  # refused where it matters: at the first round
-        attach(model)
-    note = head_is_missing(folder, model)
-    if note:
-        _log.warning(note)
-    return model, tokenizer
+    return Loaded(folder, model, tokenizer, config)
 
 
-def _load(
-    folder: Path,
-    *,
-    tokenizer_config: dict[str, Any] | None = None,
-    adapter_path: str | None = None,
-    **options: Any,
-) -> tuple[nn.Module, Any]:
-    """What `mlx_lm.load` does, for checkpoints with heads that it does not know how to drop."""
-    classes: Any = _classes_without_heads
-    model, config = load_model(folder, get_model_classes=classes, **options)
-    if adapter_path is not None:
-        model = load_adapters(model, adapter_path)
-        model.eval()
-    ends = config.get("eos_token_id")
-    return model, load_tokenizer(folder, tokenizer_config, eos_token_ids=ends)
-
-
-def _classes_without_heads(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], Any]:
+def classes_without_heads(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], Any]:
     """mlx-lm's classes for a config; the model leaves out the tensors of heads in loading."""
     kind, args_kind = _get_classes(config)
 
@@ -126,11 +137,9 @@ def load_draft(path_or_hf_repo: str | Path | None, tokenizer: Any, **options: An
     return DraftModel(model, draft_tokenizer)
 
 
-def load_mtp(
-    path_or_hf_repo: str | Path | None, target: nn.Module, norms: Norms | None = None
-) -> MTP:
+def load_mtp(path_or_hf_repo: str | Path | None, target: nn.Module, **options: Any) -> MTP:
     """Loads the heads for `target` from a checkpoint; None is the shipped one. See `MTP.load`."""
-    return MTP.load(path_or_hf_repo or SHIPPED, target, norms=norms)
+    return MTP.load(path_or_hf_repo or SHIPPED, target, **options)
 
 
 def held_out_prompts(tokenizer: Any) -> list[dict[str, Any]]:

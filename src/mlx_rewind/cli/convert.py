@@ -51,7 +51,10 @@ def _convert(args: argparse.Namespace) -> None:
     names = {field.name for field in dataclasses.fields(ConvertOptions)}
     options = ConvertOptions(**{k: v for k, v in vars(args).items() if k in names})
     with _stages() as progress:
-        report = convert(args.hf_path, args.mlx_path, options, progress)
+        try:
+            report = convert(args.hf_path, args.mlx_path, options, progress)
+        except RuntimeError as failed:  # what was written does not compute what it should
+            raise ValueError(str(failed)) from failed
     if args.json:
         fields = dataclasses.asdict(report)
         print(json.dumps({**fields, "folder": str(report.folder)}))

@@ -42,7 +42,7 @@ def drafter_for(
     if kind == "model":
         return load_draft(args.draft_model, tokenizer)
     if kind == "mtp":
-        return load_mtp(args.draft_model or args.model, model, args.mtp_norms)
+        return load_mtp(args.draft_model or args.model, model, norms=args.mtp_norms)
     if kind == "ngram":
         return NGram()
     if kind == "prediction":

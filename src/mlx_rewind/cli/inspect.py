@@ -47,7 +47,7 @@ def _inspect(args: argparse.Namespace) -> None:
 def _heads(args: argparse.Namespace, model: nn.Module) -> MTP | str:
     """The heads in the checkpoint, or a line that says why there are none."""
     try:
-        return load_mtp(args.model, model, args.mtp_norms)
+        return load_mtp(args.model, model, norms=args.mtp_norms, lazy=True)
     except (FileNotFoundError, UnsupportedModelError, ValueError) as reason:
         return f"MTP head: {reason}"
 

@@ -28,7 +28,7 @@ Norms = Literal["raw", "converted"]
 #: which the converter recorded how they are stored.
 SIDE_FOLDER, RECORD = "mtp", "mlx_rewind_mtp"
 
-_TRUNK_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_TRUNK_FILE = re.compile(r"model(\.safetensors)?(-\d+-of-\d+)?\.safetensors")
 _DOWNLOADED = [*DEFAULT_ALLOW_PATTERNS, "*mtp*.safetensors", f"{SIDE_FOLDER}/*"]
 
 
@@ -109,8 +109,13 @@ class Stored:
             found[part], names[part] = self.tensors[name], name
         return found
 
-    def names_of(self, part: str) -> list[str]:
-        return [name for name, (of, _) in self.parts.items() if of == part]
+    def names_of(self, part: str, index: int | None = None) -> list[str]:
+        """What a part is called; of head `index`, or of any."""
+        return [
+            name
+            for name, (of, i) in self.parts.items()
+            if of == part and (index is None or i in (None, index))
+        ]
 
 
 def is_norm(name: str) -> bool:

@@ -65,7 +65,8 @@ def load_heads(
         weights = _sanitized(head, stored.of_head(index), convention == "raw")
         for path, parameters in _quantize(head, weights).items():
             quantized[f"{index}.{path}"] = parameters
-        unused += _load(head, weights, f"head {index} in {folder}")
+        for part in (*_load(head, weights, f"head {index} in {folder}"), *_dropped(stored)):
+            unused += stored.names_of(part, index)
         heads.append(head)
     _check_quantization(quantized, stored)
     report = HeadReport(
@@ -77,7 +78,7 @@ def load_heads(
         norms=convention,
         quantization=quantized,
         copies=tuple(sorted(stored.names_of(COPY))),
-        unused=tuple(sorted(unused)),
+        unused=tuple(sorted(set(unused))),
     )
     return heads, report
 
@@ -108,7 +109,10 @@ def _sanitized(head: Head, parts: dict[str, mx.array], raw: bool) -> dict[str, m
         else:
             given[(inner if part.startswith("layers.") else outside) + part] = tensor
     if hasattr(model, "sanitize"):
-        given = model.sanitize(given)
+        try:
+            given = model.sanitize(given)
+        except KeyError as missing:
+            raise ValueError(f"the stored head lacks {missing.args[0]}") from missing
     back = {name.removeprefix(outside).removeprefix(inner): v for name, v in given.items()}
     weights = _with_stacked_experts({**back, **around})
     return {f"body.{k}" if k.startswith("layers.") else k: v for k, v in weights.items()}
@@ -180,7 +184,8 @@ def _load(head: Head, weights: dict[str, mx.array], where: str) -> list[str]:
         weights["projection.weight"] = projection.T  # as the large ERNIE 4.5 was first published
     absent = sorted(parameters.keys() - weights.keys())
     if absent:
-        raise ValueError(f"{where} lacks {', '.join(absent)}; it has {', '.join(sorted(weights))}")
+        lacks = ", ".join(name.removeprefix("body.") for name in absent)
+        raise ValueError(f"{where} lacks {lacks}; it has {', '.join(sorted(weights))}")
     for name, parameter in parameters.items():
         if weights[name].shape != parameter.shape:
             raise DraftMismatchError(
@@ -193,4 +198,10 @@ def _load(head: Head, weights: dict[str, mx.array], where: str) -> list[str]:
             raise ValueError(f"{where}: {name} is stored as {weights[name].dtype}")
     head.load_weights([(name, weights[name]) for name in parameters])
     head.eval()
-    return sorted(weights.keys() - parameters.keys())
+    return sorted(name.removeprefix("body.") for name in weights.keys() - parameters.keys())
+
+
+def _dropped(stored: Stored) -> list[str]:
+    """Parts that mlx-lm computes anew, and its `sanitize` drops."""
+    parts = (part for part, _ in stored.parts.values())
+    return [part for part in parts if part.endswith("rotary_emb.inv_freq")]

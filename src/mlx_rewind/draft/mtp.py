@@ -67,6 +67,7 @@ class MTP(Drafter):
         *,
         norms: Norms | None = None,
         input: HiddenState | None = None,  # noqa: A002
+        lazy: bool = False,
     ) -> MTP:
         """Loads the heads of a checkpoint for `target`.
 
@@ -74,12 +75,15 @@ class MTP(Drafter):
         norms    how the norm weights of the head are stored, where the checkpoint does not tell:
                  "raw" (minus one, as the authors do) or "converted"
         input    the state that the head reads, in place of the family's (docs/mtp.md)
+        lazy     leave the tensors on disk until they are used, by the same thread
 
         Raises `UnsupportedModelError` for a family whose head is not known, FileNotFoundError for
         a folder without a head, `DraftMismatchError` for the head of another model, ValueError
         for tensors that are missing, or stored in a way that cannot be told.
         """
         heads, report = load_heads(folder_of(path), target, norms)
+        if not lazy:
+            mx.eval([head.parameters() for head in heads])  # type: ignore[no-untyped-call]
         return cls(heads, target, input=input, report=report)
 
     def start(self, target: Target) -> Session:
