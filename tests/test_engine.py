@@ -77,6 +77,9 @@ class Letters:
 
     chat_template = eos_token_id = bos_token = None
 
+    def apply_chat_template(self, messages: Any) -> str:
+        raise NotImplementedError
+
     def get_vocab(self) -> dict[str, int]:
         return {chr(33 + i): i for i in range(zoo.VOCAB)}
 

@@ -604,7 +604,7 @@ def assert_in_step(this: Setup, session: Any, tokens: Sequence[int]) -> None:
     """Between rounds the caches of the heads hold the committed pairs, without gaps."""
     fresh = read_along(this, tokens)
     rows = [max(0, len(tokens) - 1 - k) for k in range(this.oracle.count)]
-    assert session._fed == fresh._fed == rows
+    assert session.fed == fresh.fed == rows
     for k, (cache, expected) in enumerate(zip(session.caches, fresh.caches, strict=True)):
         zoo.assert_state_equal(cache, expected, 1e-4)
         used = [entry for entry in leaves(cache) if entry.keys is not None]
@@ -767,7 +767,7 @@ def test_they_still_do_after_a_long_text(setup: Any, name: str) -> None:
         assert own == again[: len(own)]
     session = sessions[-1]
     session.close()
-    assert_in_step(this, session, truth[: 1 + session._fed[0]])
+    assert_in_step(this, session, truth[: 1 + session.fed[0]])
 
 
 def test_one_set_of_heads_serves_rows_in_turn_and_at_once(setup: Any) -> None:

@@ -110,11 +110,10 @@ class RowsCache(ABC):
 
     def join(self, other: RowsCache) -> None:
         """Appends the rows of another cache."""
-        if (self.keys is None) != (other.keys is None):
-            raise ValueError("rows without a token cannot join rows with some: feed them first")
         most = max(_slots_of(self.keys), _slots_of(other.keys))
-        ours, theirs = ((c.keys, c.values) for c in (self, other))
-        self.keys, self.values = (_stack(a, b, most) for a, b in zip(ours, theirs, strict=True))
+        counts = len(self._lengths), len(other._lengths)
+        self.keys = _stack(self.keys, other.keys, counts, most)
+        self.values = _stack(self.values, other.values, counts, most)
         self.lengths = [*self._lengths, *other._lengths]
 
     @abstractmethod
@@ -309,18 +308,21 @@ def _write(side: Any, new: Any, slots: list[list[int]]) -> Any:
     return put(side, new)
 
 
-def _stack(a: Any, b: Any, slots: int) -> Any:
-    """Rows of `a`, then rows of `b`, both with room for `slots` tokens."""
-
-    def padded(x: mx.array) -> mx.array:
-        missing = slots - x.shape[2]
-        return mx.pad(x, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else x
-
-    if a is None:
+def _stack(a: Any, b: Any, rows: tuple[int, int], slots: int) -> Any:
+    """Rows of `a`, then rows of `b`, both with room for `slots` tokens; None has no token yet."""
+    if a is None and b is None:
         return None
-    if isinstance(a, tuple):
-        return tuple(_stack(x, y, slots) for x, y in zip(a, b, strict=True))
-    return mx.concatenate([padded(a), padded(b)])
+    if isinstance(a, tuple) or isinstance(b, tuple):
+        pairs = zip(a or [None] * len(b), b or [None] * len(a), strict=True)
+        return tuple(_stack(x, y, rows, slots) for x, y in pairs)
+
+    def padded(x: mx.array | None, like: mx.array, count: int) -> mx.array:
+        if x is None:
+            return mx.zeros((count, like.shape[1], slots, like.shape[3]), like.dtype)
+        return mx.pad(x, [(0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)])
+
+    like = b if a is None else a
+    return mx.concatenate([padded(a, like, rows[0]), padded(b, like, rows[1])])
 
 
 def _row(cache: RowsCache, row: int, length: int) -> tuple[Any, Any]:

@@ -13,21 +13,24 @@ out stands for the state one position later, so the chain goes on with its own o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from ..cache.members import join, keep, rows_of
 from ..cache.probe import walk
+from ..cache.ragged import why_row_by_row
 from ..cache.round import Plan, Round
 from ..errors import DraftMismatchError
 from ..target import HiddenState, Target, Trunk
 from .checkpoint import Norms, folder_of
 from .heads import Head
 from .loading import HeadReport, load_heads
-from .protocol import Drafter, Session
+from .protocol import Drafter, Group, Session
 
 
 class MTP(Drafter):
@@ -101,104 +104,241 @@ class MTP(Drafter):
         return (head.output if head.family.own_output else self._output_head)(normed)
 
 
-class _Session(Session):
-    """One row's head caches, and what each head has yet to read.
+@dataclass
+class _Reading:
+    """What the heads have yet to read of one row.
 
     tokens       [n] the token after each position, from position `start` on
     fed[k]       rows in the cache of head k: row i holds the token k + 1 after position i
-    inputs[k]    [1, m, H] the states that head k reads next, from row fed[k] on
+    inputs[k]    [1, m, H] the states that head k reads next, from row fed[k] on; None before any
+    last         state and normed output of the first head's last row, both [1, 1, H]
     """
 
+    fed: list[int]
+    inputs: list[mx.array | None]
+    chained: bool
+    tokens: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
+    start: int = 0
+    last: tuple[mx.array, mx.array] | None = None
+
+    def copy(self) -> _Reading:
+        return replace(self, fed=list(self.fed), inputs=list(self.inputs))
+
+    def add(self, tokens: mx.array, states: mx.array | None = None) -> None:
+        """Adds tokens [n], and states of the target or what stands for them, [1, n, H]."""
+        self.tokens = mx.concatenate([self.tokens, tokens])
+        if states is not None:
+            self.queue(states)
+
+    def queue(self, states: mx.array, after: int | None = None) -> None:
+        """Queues states for the first head, or for all that read the target's; or one head's."""
+        heads = range(1 if self.chained else len(self.fed)) if after is None else [after + 1]
+        for k in heads:
+            queued = self.inputs[k]
+            self.inputs[k] = states if queued is None else mx.concatenate([queued, states], axis=1)
+
+    def readable(self, k: int) -> int:
+        """Queued states of head `k` whose token is known."""
+        queued = self.inputs[k]
+        known = self.start + self.tokens.size - (self.fed[k] + k)
+        return 0 if queued is None else max(0, min(queued.shape[1], known))
+
+    def take(self, k: int, count: int) -> tuple[mx.array, mx.array]:
+        """The next `count` pairs of head `k`: tokens [count] and states [1, count, H]."""
+        first, queued = self.fed[k] + k - self.start, self.inputs[k]
+        assert queued is not None
+        self.fed[k] += count
+        self.inputs[k] = queued[:, count:]
+        return self.tokens[first : first + count], queued[:, :count]
+
+    def trim(self) -> None:
+        """Lets go of tokens that every head has read."""
+        read = min(fed + k for k, fed in enumerate(self.fed))
+        self.tokens, self.start = self.tokens[read - self.start :], read
+
+
+class _Session(Session):
+    """One row of a group."""
+
     def __init__(self, drafter: MTP) -> None:
-        self._drafter = drafter
-        self._chained = drafter.heads[0].family.chained
-        self.caches = [head.make_cache() for head in drafter.heads]
-        labelled = enumerate(self.caches)
-        leaves = [(f"{k}.{label}", leaf) for k, cache in labelled for label, leaf in walk(cache)]
-        self._plan = Plan(leaves, calls={}, siblings={}, fault=None, window_end=None)
-        self._round: Round | None = None
-        self._tokens, self._start = mx.zeros((0,), mx.int32), 0
-        self._fed = [0] * len(self.caches)
-        self._inputs: list[mx.array | None] = [None] * len(self.caches)
-        self._last: tuple[mx.array, mx.array] | None = None
+        self.group: _Group = _Group(drafter, self)
+
+    @property
+    def caches(self) -> list[list[Any]]:
+        """The caches of each head, with those of the other rows of its group."""
+        return self.group.caches
+
+    @property
+    def fed(self) -> list[int]:
+        """Rows in the cache of each head."""
+        return self.group.reading(self).fed
 
     def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
-        """Reads the committed pairs, in one forward per head."""
-        self.close()
-        self._extend(mx.array(list(tokens), mx.int32))
-        self._queue_states(hidden[None])
-        self._last = self._read(0)
-        for k in range(1, len(self.caches)):
-            if self._readable(k) > 0:
-                self._read(k)
-        read = min(fed + k for k, fed in enumerate(self._fed))
-        self._tokens, self._start = self._tokens[read - self._start :], read
-        mx.async_eval([entry.state for cache in self.caches for entry in cache])
+        self.group.absorb(self, tokens, hidden)
 
     def propose(self, tokens: list[int], num_draft_tokens: int) -> mx.array:
-        self.close()
-        if self._last is None:
-            return mx.zeros((0,), mx.uint32)
-        with mx.stream(generation_stream):
-            if num_draft_tokens > 1:
-                self._open(num_draft_tokens - 1)
-            drafts: list[mx.array] = []
-            states: list[mx.array] = []
-            output = self._last
-            while True:
-                state, normed = output
-                k = len(drafts) % len(self.caches)
-                states.append(state)
-                drafts.append(mx.argmax(self._drafter.logits(k, normed[:, -1]), axis=-1))
-                if len(drafts) == num_draft_tokens:
-                    return mx.concatenate(drafts).astype(mx.uint32)
-                self._extend(drafts[-1])
-                if k + 1 == len(self.caches):  # once round: go on from what the heads put out
-                    self._queue_states(mx.concatenate(states, axis=1))
-                    states = []
-                output = self._read((k + 1) % len(self.caches))
+        return self.group.propose([tokens], [num_draft_tokens])[0]
+
+    def join(self, other: Session, slack: int) -> None:
+        if isinstance(other, _Session) and other.group.fits(self.group):
+            self.group.join(other.group, slack)
 
     def close(self) -> None:
-        if self._round is not None:
-            self._round.abort()
-            self._round = None
-            self._tokens, self._fed, self._inputs = self._before
+        self.group.leave(self)
+
+
+class _Group(Group):
+    """The head caches of some rows, and what is to be read of each row."""
+
+    def __init__(self, drafter: MTP, member: _Session) -> None:
+        self.members: list[Session] = [member]
+        self.caches = [head.make_cache() for head in drafter.heads]
+        depth, chained = len(drafter.heads), drafter.heads[0].family.chained
+        self._drafter = drafter
+        self._rows = [_Reading([0] * depth, [None] * depth, chained)]
+        self._before: list[_Reading] = []
+        self._round: Round | None = None
+        self._has_rows = False
+
+    def reading(self, member: Session) -> _Reading:
+        return self._rows[next(b for b, known in enumerate(self.members) if known is member)]
+
+    def absorb(self, member: Session, tokens: Sequence[int], hidden: mx.array) -> None:
+        """Takes committed pairs. Alone, a row reads them at once; several read them together."""
+        self._abort()
+        self.reading(member).add(mx.array(list(tokens), mx.int32), hidden[None])
+        if len(self.members) == 1:
+            self._read_committed()
+            mx.async_eval([entry.state for cache in self.caches for entry in cache])
+
+    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
+        self._abort()
+        with mx.stream(generation_stream):
+            self._read_committed()
+            outputs = [row.last for row in self._rows if row.last is not None]
+            if len(outputs) < len(self._rows):  # a prompt of one token: no state was seen yet
+                return [mx.zeros((0,), mx.uint32)] * len(limits)
+            if max(limits) > 1:
+                self._open(max(limits) - 1)
+            drafts = self._chain(outputs, max(limits))
+            return [drafts[b, :limit] for b, limit in enumerate(limits)]
+
+    def _chain(self, outputs: list[tuple[mx.array, mx.array]], count: int) -> mx.array:
+        """Draft tokens, [B, count], from the last outputs of the first head."""
+        drafts: list[mx.array] = []
+        states: list[mx.array] = []
+        while True:
+            k = len(drafts) % len(self.caches)
+            states.append(mx.concatenate([state for state, _ in outputs]))
+            normed = mx.concatenate([normed for _, normed in outputs])
+            drafts.append(mx.argmax(self._drafter.logits(k, normed[:, -1]), axis=-1))
+            if len(drafts) == count:
+                return mx.stack(drafts, axis=1).astype(mx.uint32)
+            once_round = None
+            if k + 1 == len(self.caches):  # go on from what the heads put out
+                once_round, states = mx.concatenate(states, axis=1), []
+            for b, row in enumerate(self._rows):
+                known = None if once_round is None else once_round[b : b + 1]
+                row.add(drafts[-1][b : b + 1], known)
+            outputs = [output for output in self._read((k + 1) % len(self.caches)) if output]
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def _read_committed(self) -> None:
+        """Reads all pairs that are known, in one forward per head."""
+        for k in range(len(self.caches)):
+            outputs = self._read(k)
+            for row, output in zip(self._rows, outputs, strict=True):
+                row.last = (output or row.last) if k == 0 else row.last
+        for row in self._rows:
+            row.trim()
+
+    def _read(self, k: int) -> list[tuple[mx.array, mx.array] | None]:
+        """Lets head `k` read what it can of every row, and hands its outputs on.
+
+        Returns the state and the normed output of each row's last pair, both [1, 1, H].
+        """
+        counts = [row.readable(k) for row in self._rows]
+        if not any(counts):
+            return [None] * len(counts)
+        pairs = [row.take(k, n) if n else None for row, n in zip(self._rows, counts, strict=True)]
+        states, normed = self._forward(k, pairs, counts)
+        outputs: list[tuple[mx.array, mx.array] | None] = []
+        for b, (row, n) in enumerate(zip(self._rows, counts, strict=True)):
+            state = states[b : b + 1, :n]
+            if n and row.chained and k + 1 < len(self.caches):
+                row.queue(state, after=k)
+            outputs.append((state[:, -1:], normed[b : b + 1, n - 1 : n]) if n else None)
+        return outputs
+
+    def _forward(
+        self, k: int, pairs: list[tuple[mx.array, mx.array] | None], counts: list[int]
+    ) -> tuple[mx.array, mx.array]:
+        """One forward of head `k` over the pairs of all rows, the shorter ones padded."""
+        longest, size = max(counts), self._drafter.heads[k].projection.weight.shape[0]
+
+        def padded(x: mx.array, axis: int) -> mx.array:
+            missing = longest - x.shape[axis]
+            return mx.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+        none = mx.zeros((0,), mx.int32), mx.zeros((1, 0, size))
+        tokens = mx.stack([padded((pair or none)[0], 0) for pair in pairs])
+        states = mx.concatenate([padded((pair or none)[1], 1) for pair in pairs])
+        embedded, head = self._drafter.embed(tokens), self._drafter.heads[k]
+        if min(counts) == longest:
+            return head(embedded, states, self.caches[k])
+        with Round(head, [], plan=_plan(self.caches[k : k + 1])) as window:
+            outputs = head(embedded, states, self.caches[k])
+            window.commit(counts)
+            return outputs
+
+    # -- drafts, and rows that come and go ------------------------------------------------------
 
     def _open(self, steps: int) -> None:
-        single = steps if len(self.caches) == 1 else None
-        self._round = Round(self._drafter.heads[0], [], single_steps=single, plan=self._plan).open()
-        self._before = self._tokens, list(self._fed), list(self._inputs)
+        single = steps if len(self.caches) == 1 and not self._has_rows else None
+        plan = _plan(self.caches)
+        self._round = Round(self._drafter.heads[0], [], single_steps=single, plan=plan).open()
+        self._before = [row.copy() for row in self._rows]
 
-    def _extend(self, tokens: mx.array) -> None:
-        self._tokens = mx.concatenate([self._tokens, tokens])
+    def _abort(self) -> None:
+        if self._round is not None:
+            self._round.abort()
+            self._round, self._rows = None, self._before
 
-    def _queue_states(self, states: mx.array) -> None:
-        """Queues states of the target, or what stands for them, [1, m, H]."""
-        for k in range(1 if self._chained else len(self.caches)):
-            self._queue(k, states)
+    def fits(self, other: _Group) -> bool:
+        """Whether both may draft together."""
+        if other is self or other._drafter is not self._drafter:
+            return False
+        return why_row_by_row(self._drafter.target) is None
 
-    def _queue(self, k: int, states: mx.array) -> None:
-        queued = self._inputs[k]
-        self._inputs[k] = states if queued is None else mx.concatenate([queued, states], axis=1)
+    def join(self, other: _Group, slack: int) -> None:
+        for group in (self, other):
+            group._abort()
+            if not group._has_rows:
+                group.caches = [[rows_of(c, slack) for c in cache] for cache in group.caches]
+                group._has_rows = True
+        for ours, theirs in zip(self.caches, other.caches, strict=True):
+            join(ours, theirs)
+        self._rows += other._rows
+        self.members += other.members
+        for member in other.members:
+            member.group = self
 
-    def _readable(self, k: int) -> int:
-        """Queued states of head `k` whose token is known."""
-        queued = self._inputs[k]
-        known = self._start + self._tokens.size - (self._fed[k] + k)
-        return 0 if queued is None else min(queued.shape[1], known)
+    def leave(self, member: Session) -> None:
+        stay = [b for b, known in enumerate(self.members) if known is not member]
+        if len(stay) == len(self.members):
+            return
+        self._abort()
+        if stay:
+            for cache in self.caches:
+                keep(cache, stay)
+            self._rows = [self._rows[b] for b in stay]
+            self.members = [self.members[b] for b in stay]
 
-    def _read(self, k: int) -> tuple[mx.array, mx.array]:
-        """Lets head `k` read what it can, in one forward, and hands its outputs on.
 
-        Returns the state and the normed output of the last row, both [1, 1, H].
-        """
-        rows, queued = self._readable(k), self._inputs[k]
-        assert queued is not None
-        first = self._fed[k] + k - self._start
-        embedded = self._drafter.embed(self._tokens[None, first : first + rows])
-        state, normed = self._drafter.heads[k](embedded, queued[:, :rows], self.caches[k])
-        self._fed[k] += rows
-        self._inputs[k] = queued[:, rows:]
-        if self._chained and k + 1 < len(self.caches):
-            self._queue(k + 1, state)
-        return state[:, -1:], normed[:, -1:]
+def _plan(caches: list[list[Any]]) -> Plan:
+    """Rounds over the caches of heads, which hold nothing recurrent."""
+    labelled = enumerate(caches)
+    leaves = [(f"{k}.{label}", leaf) for k, cache in labelled for label, leaf in walk(cache)]
+    leaves = [pair for pair in leaves if not pair[1].empty()] or leaves  # LongCat leaves one unused
+    return Plan(leaves, calls={}, siblings={}, fault=None, window_end=None)
