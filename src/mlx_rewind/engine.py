@@ -42,7 +42,8 @@ class Request:
     prompt              token ids, at least one
     drafter             guesses for this request; None for plain decoding
     stop                strings that end the text
-    kv_bits             quantise KV caches from the first token on
+    kv_bits             quantise KV caches from `quantized_kv_start` tokens on; until then the
+                        request is alone in its forwards
     """
 
     prompt: Sequence[int]
@@ -54,6 +55,7 @@ class Request:
     stop: str | Sequence[str] = ()
     kv_bits: int | None = None
     kv_group_size: int = 64
+    quantized_kv_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,10 @@ class Engine:
             stats=handle.stats,
         )
         batch = Batch(self.model, make_prompt_cache(self.model), [row], isolates=True)
-        bits, size = request.kv_bits, request.kv_group_size
-        decoder = Decoder(batch, None if bits is None else (0, size, bits))
+        quantize = None
+        if request.kv_bits is not None:
+            quantize = request.quantized_kv_start, request.kv_group_size, request.kv_bits
+        decoder = Decoder(batch, quantize)
         handle.exactness = exactness(self.model, batch.cache)
         if request.drafter is not None:
             decoder.plan.check_windows()
@@ -312,7 +316,7 @@ class Engine:
             return
         together: dict[Any, Decoder] = {}
         for lane in list(self._lanes):
-            if lane.rounds == 0:
+            if not lane.may_join:
                 continue
             first = together.setdefault(kinds_of(lane.batch.cache), lane)
             if first is not lane:

@@ -49,6 +49,7 @@ def batch_generate(
     stop: str | Sequence[str] = (),
     kv_bits: int | None = None,
     kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
     max_rows: int = 8,
     memory_limit: int | None = None,
     prefill_step_size: int = 512,
@@ -74,6 +75,7 @@ def batch_generate(
         "logits_processors": logits_processors,
     }
     shared = {"stop": stop, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    shared["quantized_kv_start"] = quantized_kv_start
     requests = _requests([encode(tokenizer, prompt) for prompt in prompts], columns, shared)
     engine = Engine(
         model,

@@ -134,9 +134,10 @@ class Decoder:
         self._has_rows = False
 
     @property
-    def rounds(self) -> int:
-        """Rounds so far."""
-        return self._rounds
+    def may_join(self) -> bool:
+        """Whether every cache holds something, and none is still due to be quantised."""
+        due = self._quantize_at and any(type(cache) is KVCache for cache in self.batch.cache)
+        return self._rounds > 0 and not due
 
     # -- prefill --------------------------------------------------------------------------------
 

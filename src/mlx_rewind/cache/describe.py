@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
+from .ragged import why_row_by_row
 from .retrace import RetraceUndo
 from .round import check
 from .slots import is_recurrent, slots_of
@@ -26,6 +27,7 @@ class CacheRecord:
     slots       arrays it holds
     bytes       per token for growing caches, in all for recurrent slots and full rings
     growth      "per token" or "fixed"
+    batched     "together": rows of a batch share a forward; "row by row": they cannot
     """
 
     layer: int
@@ -35,6 +37,7 @@ class CacheRecord:
     bytes: int
     growth: str
     child: int | None = None
+    batched: str = "together"
 
 
 def inspect(model: nn.Module) -> list[CacheRecord]:
@@ -45,7 +48,8 @@ def inspect(model: nn.Module) -> list[CacheRecord]:
     cache = make_prompt_cache(model)
     check(model, cache)
     model(mx.zeros((1, 2), mx.int32), cache=cache)
-    return describe(cache)
+    batched = "together" if why_row_by_row(model) is None else "row by row"
+    return [replace(record, batched=batched) for record in describe(cache)]
 
 
 def describe(cache: list[Any]) -> list[CacheRecord]:

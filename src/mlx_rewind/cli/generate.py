@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from ..generate import GenerationResponse, stream_generate
 from ..load import load
+from .batch import generate_all, read_prompts
 from .drafting import add_draft_options, draft_kind, drafter_for
 from .options import common_options, number, true_or_false
 
@@ -35,7 +36,9 @@ def add_to(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    prompt_text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    entries = _prompts_file(args)
+    given = _DEFAULT_PROMPT if args.prompt is None else args.prompt
+    prompt_text = sys.stdin.read() if given == "-" else given
     kind = draft_kind(args)
     model, tokenizer = load(
         args.model,
@@ -50,6 +53,10 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError(f"top_k must be below the vocabulary size, got {args.top_k}")
     if args.seed is not None:
         mx.random.seed(args.seed)  # after loading, which draws random weights first
+    if entries:
+        prompts = [_apply_template(tokenizer, entry["prompt"], args) for entry in entries]
+        generate_all(entries, prompts, model, tokenizer, drafter, args)
+        return
     with _prefill_bar() as progress:
         responses = stream_generate(
             model,
@@ -68,6 +75,17 @@ def _generate(args: argparse.Namespace) -> None:
             prompt_progress_callback=progress,
         )
         (_print_json if args.json else _print_text)(responses, args)
+
+
+def _prompts_file(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The entries of the prompts file, if one is given. Refuses what does not go with one."""
+    if args.prompts_file is None:
+        return []
+    others = {"--prompt": args.prompt is not None, "--max-kv-size": args.max_kv_size is not None}
+    for option, given in others.items():
+        if given:
+            raise ValueError(f"{option} cannot be used with --prompts-file")
+    return read_prompts(args.prompts_file)
 
 
 def _print_text(responses: Iterator[GenerationResponse], args: argparse.Namespace) -> None:
@@ -145,7 +163,14 @@ def _prefill_bar() -> Iterator[Callable[[int, int], None] | None]:
 
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--prompt", "-p", default=_DEFAULT_PROMPT, help="the prompt (%(default)r); - reads stdin")
+    add("--prompt", "-p", help=f"the prompt ({_DEFAULT_PROMPT!r}); - reads stdin")
+    add("--prompts-file", help="many prompts at once: JSON lines with a prompt each; - reads stdin")
+    add(
+        "--max-rows",
+        type=number("max_rows", int, 1),
+        default=8,
+        help="prompts of a file under work at once (8)",
+    )
     add("--system-prompt", help="system message for the chat template")
     add("--ignore-chat-template", action="store_true", help="feed the prompt as it is")
     add(

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..cache.describe import CacheRecord, describe, inspect
+from ..cache.ragged import why_row_by_row
 from ..draft.mtp import MTP
 from ..errors import UnsupportedModelError
 from ..load import SHIPPED, load, load_mtp
@@ -38,6 +39,9 @@ def _inspect(args: argparse.Namespace) -> None:
         print(json.dumps([*(dataclasses.asdict(record) for record in records), *heads]))
         return
     console.print(_cache_table(str(args.model or f"{SHIPPED.name} (shipped)"), records))
+    reason = why_row_by_row(model)
+    told = "together in one forward" if reason is None else f"row by row ({reason})"
+    console.print(f"rows of a batch: {told}", highlight=False, soft_wrap=True)
     if isinstance(mtp, MTP):
         console.print(_head_table(mtp))
     else:
