@@ -14,6 +14,7 @@ import pytest
 from mlx_lm import __version__ as mlx_lm_version
 
 import zoo
+from mlx_rewind.cache.ragged import RAGGED, ROW_BY_ROW
 
 _HEAD = """# Models
 
@@ -34,6 +35,9 @@ that keeps n tokens leaves the same bits whatever was rejected, after one window
 steps. [exactness.md](exactness.md) says what the levels mean, [caches.md](caches.md) what the
 mechanisms do.
 
+"Batched" says how several rows of the model run in `Engine` and `batch_generate`: ragged, one
+forward for rows of any length (`tests/test_rows.py`), or row by row, and why.
+
 """
 _REASONS = {
     zoo.RING: "ring",
@@ -41,6 +45,10 @@ _REASONS = {
     zoo.GLA: "latent, gla",
     zoo.COMPRESSED: "near-tie",
 }
+
+
+def _batched(name: str) -> str:
+    return "ragged" if name in RAGGED else f"row by row: {ROW_BY_ROW[name]}"
 
 
 class Table:
@@ -65,19 +73,20 @@ class Table:
         rows, exact = [], 0
         for name in sorted({*zoo.CONFIGS, *zoo.NOT_BUILT}, key=str.lower):
             if name in zoo.NOT_BUILT:
-                rows.append(f"| {name} | | | not run: {zoo.NOT_BUILT[name]} |")
+                rows.append(f"| {name} | | | not run: {zoo.NOT_BUILT[name]} | not run |")
                 continue
             found = self._found[name]
             if name in zoo.REFUSED:
                 rows.append(
                     f"| {name} | {found['caches']} | {found['mechanisms']} | refused: "
-                    f"{zoo.REFUSED[name]} |"
+                    f"{zoo.REFUSED[name]} | {_batched(name)} |"
                 )
                 continue
             reason = zoo.INEXACT_IN_ROUNDS.get(name)
             level = f"1e-5 ({_REASONS[reason]})" if reason else "bitwise"
             exact += reason is None
-            rows.append(f"| {name} | {found['caches']} | {found['mechanisms']} | {level} |")
+            cells = (name, found["caches"], found["mechanisms"], level, _batched(name))
+            rows.append(f"| {' | '.join(cells)} |")
         refused = len(zoo.REFUSED)
         head = _HEAD.format(
             version=mlx_lm_version,
@@ -88,5 +97,5 @@ class Table:
             absent=len(zoo.NOT_BUILT),
         )
         why = "\n".join(f"* {short}: {reason}." for reason, short in _REASONS.items())
-        table = "| model type | caches | undone by | exactness |\n|---|---|---|---|\n"
+        table = "| model type | caches | undone by | exactness | batched |\n|---|---|---|---|---|\n"
         return f"{head}{table}" + "\n".join(rows) + f"\n\n## Why 1e-5\n\n{why}\n"
