@@ -437,15 +437,37 @@ def test_a_row_that_leaves_frees_its_memory() -> None:
     assert sum(entry.nbytes for entry in batch) == before // 4
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "falcon_h1"])
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
 @pytest.mark.parametrize("empty_first", [False, True])
-def test_rows_without_tokens_do_not_join_rows_with_some(name: str, empty_first: bool) -> None:
+def test_recurrent_rows_without_tokens_do_not_join_others(name: str, empty_first: bool) -> None:
     model = zoo.build(name)
     empty = [rows_of(entry, SLACK) for entry in make_prompt_cache(model)]
     filled = together(alone(model, [5]))
     ours, theirs = (empty, filled) if empty_first else (filled, empty)
     with pytest.raises(ValueError, match="feed them first"):
-        join([leaves(ours)[0]], [leaves(theirs)[0]])
+        join(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("empty_first", [False, True])
+def test_rows_without_tokens_join_others(name: str, empty_first: bool) -> None:
+    model = zoo.build(name)
+    caches = alone(model, [5])
+    caches.insert(0 if empty_first else 1, make_prompt_cache(model))
+    batch = together(caches)
+    play(name, batch, caches, [(4, [0, 3]), (2, [2, 1])])
+    assert_rows(name, batch, caches)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
+def test_fresh_recurrent_rows_keep_some_or_none(name: str) -> None:
+    model = zoo.build(name)
+    batch = together([make_prompt_cache(model) for _ in range(2)])
+    with Round(model, batch) as window:
+        model(mx.array([[1, 2], [3, 4]]), cache=batch)
+        with pytest.raises(ValueError, match="all keep some or none"):
+            window.commit([0, 2])
+    assert all(entry.empty() for entry in batch if isinstance(entry, ArraysCache))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

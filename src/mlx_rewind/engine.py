@@ -19,13 +19,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
 from .cache.describe import inspect
 from .cache.members import kinds_of
+from .cache.probe import walk
 from .cache.ragged import why_row_by_row
 from .draft.model import DraftModel
 from .draft.protocol import Drafter, Proposer, start
@@ -194,12 +195,11 @@ class Engine:
             if self.memory_limit is not None:
                 raise ValueError("max_tokens must be limited where memory_limit is")
             return 0
-        length = len(request.prompt) + request.max_tokens
+        length = len(request.prompt) + request.max_tokens + request.num_draft_tokens
         models = [self.model]
         if isinstance(request.drafter, DraftModel):
             models.append(request.drafter.model)
-        records = (record for model in models for record in inspect(model))
-        return sum(r.bytes * (length if r.growth == "per token" else 1) for r in records)
+        return sum(_bytes(model, length, self.max_draft_tokens + 1) for model in models)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -219,9 +219,10 @@ class Engine:
 
     def _admit(self) -> None:
         while self._waiting and len(self._jobs) < self.max_rows:
-            need = self.bytes_for(self._waiting[0].request)
-            taken = sum(job.bytes for job in self._jobs.values())
-            if self.memory_limit is not None and taken + need > self.memory_limit:
+            # Rows that share a buffer are all as long as the longest.
+            needs = [self.bytes_for(self._waiting[0].request)]
+            needs += [job.bytes for job in self._jobs.values()]
+            if self.memory_limit is not None and max(needs) * len(needs) > self.memory_limit:
                 return
             handle = self._waiting.popleft()
             job = self._begin(handle)
@@ -340,3 +341,20 @@ class Engine:
 
     def _job_of(self, row: Row) -> _Job:
         return next(job for job in self._jobs.values() if job.row is row)
+
+
+def _bytes(model: nn.Module, length: int, slack: int) -> int:
+    """Bytes that the caches of a row may grow to with `length` tokens.
+
+    slack    slots that a ring of a batch has beyond its window
+    """
+    total = 0
+    buffer = -(-length // KVCache.step) * KVCache.step
+    for (_, entry), record in zip(walk(make_prompt_cache(model)), inspect(model), strict=True):
+        if record.growth == "per token":
+            total += record.bytes * buffer
+        elif isinstance(entry, RotatingKVCache):
+            total += record.bytes * (entry.max_size + slack) // entry.max_size
+        else:
+            total += record.bytes
+    return total

@@ -346,6 +346,8 @@ class Decoder:
         if flight.draft.num_tokens or self._until_quantized() < 0 or None in flight.choices:
             return False
         rows = self.batch.rows
+        if self.batch.isolates and not all(row.is_greedy for row in rows):
+            return False  # rows come and go, and no sampler or processor is asked twice
         return not any(row.proposer or row.error or row.remaining <= 1 for row in rows)
 
     # -- quantised caches -----------------------------------------------------------------------

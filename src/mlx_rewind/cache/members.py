@@ -86,17 +86,25 @@ def kinds_of(cache: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def join(cache: Sequence[Any], other: Sequence[Any]) -> None:
-    """Appends the rows of another prompt cache of rows."""
+    """Appends the rows of another prompt cache of rows.
+
+    Raises ValueError for recurrent rows of which only some hold a token.
+    """
     for ours, theirs in zip(cache, other, strict=True):
         if isinstance(ours, CacheList):
             join(ours.caches, theirs.caches)
         elif isinstance(ours, ArraysCache):
-            ours.cache = [
-                mx.concatenate([a, b]) if a is not None else None
-                for a, b in zip(ours.cache, theirs.cache, strict=True)
-            ]
+            slots: Any = [_stack(a, b) for a, b in zip(ours.cache, theirs.cache, strict=True)]
+            ours.cache = slots
         else:
             ours.join(theirs)
+
+
+def _stack(a: mx.array | None, b: mx.array | None) -> mx.array | None:
+    """One slot of both. What an empty one stands for is known to the layer only."""
+    if (a is None) != (b is None):
+        raise ValueError("rows without a token cannot join rows with some: feed them first")
+    return None if a is None or b is None else mx.concatenate([a, b])
 
 
 def keep(cache: Sequence[Any], rows: Sequence[int]) -> None:

@@ -242,9 +242,12 @@ class RetraceUndo(Undo):
             slots[count] = slots_of(self._cache)
         merged = slots_of(self._cache)
         for name, slot in merged.items():
-            if slot is not None:
-                rows = [slots[count][name][b : b + 1] for b, count in enumerate(kept)]
-                merged[name] = mx.concatenate(rows)
+            if slot is None:
+                continue
+            if any(slots[count][name] is None for count in kept):
+                raise ValueError("of rows without a token before, all keep some or none does")
+            rows = [slots[count][name][b : b + 1] for b, count in enumerate(kept)]
+            merged[name] = mx.concatenate(rows)
         set_slots(self._cache, merged)
 
     def renew(self) -> None:

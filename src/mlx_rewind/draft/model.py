@@ -107,6 +107,8 @@ class _Group(Group):
         """Whether both may draft together."""
         if other is self or other._drafter is not self._drafter:
             return False
+        if 0 in (*self.cached, *other.cached):  # not asked yet: a recurrent cache is still empty
+            return False
         return why_row_by_row(self._drafter.model) is None
 
     def join(self, other: _Group, slack: int) -> None:
