@@ -524,6 +524,75 @@ def test_convert_gives_a_lost_head_back(run: Run, stripped: Path, tmp_path: Path
     assert result["draft_kind"] == "mtp"
 
 
+# --- many prompts ----------------------------------------------------------------------------
+
+
+def lines_of(result: Result) -> list[Any]:
+    assert (result.code, result.err) == (0, "")
+    return [json.loads(line) for line in result.out.splitlines()]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "model", "mtp"])
+def test_a_file_of_prompts(run: Run, tmp_path: Path, draft: str) -> None:
+    """Every line as if it were alone, in the order of the file, whatever ends first."""
+    texts = ["Say one.", "List every colour in: red book, blue door.", "Count from 1 to 5.", "x"]
+    entries = [
+        {"prompt": text, "id": f"n{i}", "max_tokens": 24 - 5 * i} for i, text in enumerate(texts)
+    ]
+    entries[3]["num_draft_tokens"] = 1
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n\n".join(json.dumps(entry) for entry in entries))
+    results = lines_of(run("generate", "--prompts-file", file, "--draft", draft, "--max-rows", 3))
+    assert [result["index"] for result in results] == [0, 1, 2, 3]
+    for entry, result in zip(entries, results, strict=True):
+        alone = run("generate", "-p", entry["prompt"], "-m", entry["max_tokens"], "--json").json
+        assert result["id"] == entry["id"]
+        assert result["draft_kind"] == draft
+        for key in ("text", "tokens", "finish_reason", "prompt_tokens", "exactness"):
+            assert result[key] == alone[key]
+    if draft == "mtp":
+        assert results[0]["draft_n"] > results[0]["draft_rounds"]
+        assert results[3]["draft_n"] == results[3]["draft_rounds"]
+
+
+def test_prompts_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": "x", "max_tokens": 2}\n'))
+    (result,) = lines_of(run("generate", "--prompts-file", "-", "-m", 9))
+    assert (len(result["tokens"]), result["finish_reason"]) == (2, "length")
+    assert "id" not in result
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompt"),
+        ('{"prompt": "x"}\n{', "line 2: not JSON"),
+        ('["x"]', 'line 1: expected an object with a "prompt"'),
+        ('{"prompt": 3}', 'line 1: expected an object with a "prompt"'),
+        ('{"prompt": "x", "temperature": 1}', "line 1: temperature = 1"),
+        ('{"prompt": "x", "max_tokens": "2"}', "line 1: max_tokens = '2'"),
+        ('{"prompt": "x", "max_tokens": true}', "line 1: max_tokens = True"),
+        ('{"prompt": "x", "num_draft_tokens": -1}', "num_draft_tokens must be 0 or more"),
+    ],
+)
+def test_a_malformed_file_of_prompts(run: Run, tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    result = run("generate", "--prompts-file", file)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert message in result.err
+
+
+@pytest.mark.parametrize("more", [("-p", "x"), ("--max-kv-size", 8)])
+def test_options_that_do_not_go_with_a_file(run: Run, tmp_path: Path, more: Any) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"}')
+    assert (
+        "cannot be used with --prompts-file" in run("generate", "--prompts-file", file, *more).err
+    )
+    assert "no prompts file" in run("generate", "--prompts-file", tmp_path / "none").err
+
+
 # --- the installed command -------------------------------------------------------------------
 
 

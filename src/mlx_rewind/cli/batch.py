@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def generate_all(
         tokenizer,
         max_rows=args.max_rows,
         prefill_step_size=args.prefill_step_size,
-        max_draft_tokens=max(e.get("num_draft_tokens", args.num_draft_tokens) for e in entries),
+        max_draft_tokens=max(0, *(_own(entry, "num_draft_tokens", args) for entry in entries)),
     )
     handles = [
         engine.submit(_request(entry, encode(tokenizer, prompt), drafter, args))
@@ -95,12 +96,15 @@ def generate_all(
                 printed += 1
 
 
+def _own(entry: dict[str, Any], field: str, args: argparse.Namespace) -> Any:
+    """What a line says of a field, or the command line does."""
+    return entry.get(field, getattr(args, field))
+
+
 def _request(
     entry: dict[str, Any], prompt: Any, drafter: Drafter | None, args: argparse.Namespace
 ) -> Request:
-    def own(field: str) -> Any:
-        return entry.get(field, getattr(args, field))
-
+    own = partial(_own, entry, args=args)
     sampler = make_sampler(own("temp"), own("top_p"), own("min_p"), top_k=own("top_k"))
     return Request(
         prompt,
