@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What each example prints when its claim held.
 EXAMPLES = {
     "custom_drafter": "has seen the answer: ",
+    "batch": "identical to four runs alone",
     "demo": "Every run is identical to mlx_lm.",
     "edit_file": "exact result: ",
     "prompt_cache": "identical to one plain run",
