@@ -192,11 +192,11 @@ def test_poison_in_a_slot_that_is_needed_shows() -> None:
     assert [mx.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True, True, False]
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [*((name, 0) for name in FAMILIES), ("llama", 8), ("llama", 4), ("qwen3_5", 8), ("qwen3_5", 4)],
+)
 def test_what_lies_beyond_a_row_is_not_read(name: str, bits: int) -> None:
-    if bits and name not in ("llama", "qwen3_5"):
-        pytest.skip("one of each kind is enough")
     model = quantizable(name) if bits else zoo.build(name)
     batch = together(alone(model, [1, 5, 23], bits))
     results = []
@@ -320,7 +320,7 @@ def test_stock_generation_goes_on_from_a_row(name: str, tmp_path: Path) -> None:
     model, lengths = zoo.build(name), [1, 5, 21]
     caches = alone(model, lengths)
     batch = together(caches)
-    play(name, batch, caches, uneven(3, 4))
+    play(name, batch, caches, [(3, [1, 0, 3]), (4, [0, 1, 2])])  # 2, 6 and 26 tokens
     before = [extract(batch, row) for row in range(3)]
     loaded = []
     for row, cache in enumerate(caches):
@@ -338,16 +338,19 @@ def test_stock_generation_goes_on_from_a_row(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_stock_cache_does_not_change_with_its_row(name: str) -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_and_the_stock_cache_it_came_from_go_their_own_ways(name: str, rows: int) -> None:
     model = zoo.build(name)
-    caches = alone(model, LENGTHS)
-    before = copy.deepcopy(caches)
+    caches = alone(model, LENGTHS[-rows:])
+    copies, untouched = copy.deepcopy(caches), copy.deepcopy(caches)
     batch = together(caches)
-    with Round(model, batch) as round_:
-        model(mx.array([prompt_of(4)] * 3), cache=batch)
-        round_.commit([0, 4, 2])
-    for cache, old in zip(caches, before, strict=True):
-        zoo.assert_state_equal(cache, old)
+    play(name, batch, copies, [(4, [2, 4, 1][:rows])])
+    for row, cache in enumerate(caches):
+        model(mx.array([prompt_of(3, row)]), cache=cache)
+    assert_rows(name, batch, copies)
+    for row, (cache, expected) in enumerate(zip(caches, untouched, strict=True)):
+        model(mx.array([prompt_of(3, row)]), cache=expected)
+        zoo.assert_state_equal(cache, expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -430,11 +433,14 @@ def test_quantised_rows_join_and_leave(bits: int) -> None:
     assert_rows("llama", batch, caches[:2])
 
 
-def test_a_row_that_leaves_frees_its_memory() -> None:
-    batch = together(alone(zoo.build("llama"), [1, 5, 9, 4]))
+@pytest.mark.parametrize("bits", [0, 8])
+def test_a_row_that_leaves_frees_its_memory(bits: int) -> None:
+    batch = together(alone(zoo.build("llama"), [1, 300, 9, 4], bits))
     before = sum(entry.nbytes for entry in batch)
-    keep(batch, [1])
-    assert sum(entry.nbytes for entry in batch) == before // 4
+    keep(batch, [2, 1])
+    assert sum(entry.nbytes for entry in batch) == before // 2
+    keep(batch, [0])  # the long one goes, and with it the slots that only it needed
+    assert sum(entry.nbytes for entry in batch) == before // 8
 
 
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])

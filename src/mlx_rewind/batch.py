@@ -91,7 +91,11 @@ class Row:
             for processor in self.processors:
                 logits = processor(history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        return self.sampler(logprobs), logprobs.squeeze(0)
+        token = self.sampler(logprobs)
+        if not isinstance(token, mx.array) or token.size != 1:
+            got = token.shape if isinstance(token, mx.array) else token
+            raise ValueError(f"the sampler must return one token id, [1], got {got}")
+        return token.reshape(1), logprobs.squeeze(0)
 
 
 @dataclass

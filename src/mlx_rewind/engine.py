@@ -14,22 +14,20 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
-from .cache.describe import inspect
 from .cache.members import kinds_of
-from .cache.probe import walk
 from .cache.ragged import why_row_by_row
-from .draft.model import DraftModel
 from .draft.protocol import Drafter, Proposer, start
+from .memory import bytes_for
 from .speculate import Decoder
 from .stops import TextStream
 from .target import exactness
@@ -61,10 +59,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """One token of a request, or its end by an error, in which case there is none.
+    """One token of a request, or its end without one: by an error, or a budget of nothing.
 
     logprobs        [V] of the target
-    finish_reason   stop, length, cancelled or error with the last one, else None
+    finish_reason   stop, length or error with the last one, else None
     """
 
     handle: Handle
@@ -144,6 +142,7 @@ class Engine:
         self._prefilling: deque[_Job] = deque()
         self._jobs: dict[int, _Job] = {}
         self._lanes: list[Decoder] = []
+        self._is_stepping = False
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -153,6 +152,7 @@ class Engine:
         Raises ValueError for a request that is malformed or can never fit, and what a drafter or
         a cache that does not fit the model raises.
         """
+        request = self._frozen(request)
         handle = Handle(next(self._ids), request)
         if request.num_draft_tokens > self.max_draft_tokens:
             raise ValueError(
@@ -168,12 +168,30 @@ class Engine:
         self._waiting.append(handle)
         return handle
 
+    def _frozen(self, request: Request) -> Request:
+        """The request as it is now, whatever the caller does to its lists. Raises ValueError."""
+        if request.stop and self.tokenizer is None:
+            raise ValueError("stop strings need an engine with a tokenizer")
+        if not isinstance(request.max_tokens, int):
+            raise ValueError(f"max_tokens must be an int, got {request.max_tokens!r}")
+        if not callable(request.sampler):
+            raise ValueError(f"sampler must be callable, got {request.sampler!r}")
+        processors = tuple(request.logits_processors)
+        return replace(request, prompt=token_ids(request.prompt), logits_processors=processors)
+
     def cancel(self, handle: Handle) -> None:
-        """Ends a request now, between two steps; without effect on one that is done."""
+        """Ends a request now, between two steps; without effect on one that is done.
+
+        Raises RuntimeError inside a step, ValueError for a handle of another engine.
+        """
         if handle.done:
             return
-        handle.finish_reason = "cancelled"
+        if self._is_stepping:
+            raise RuntimeError("cancel between two steps, not from inside one")
         job = self._jobs.get(handle.id)
+        if not (handle in self._waiting or (job is not None and job.handle is handle)):
+            raise ValueError(f"request {handle.id} does not belong to this engine")
+        handle.finish_reason = "cancelled"
         if job is None:
             self._waiting.remove(handle)
         elif job in self._prefilling:
@@ -196,10 +214,7 @@ class Engine:
                 raise ValueError("max_tokens must be limited where memory_limit is")
             return 0
         length = len(request.prompt) + request.max_tokens + request.num_draft_tokens
-        models = [self.model]
-        if isinstance(request.drafter, DraftModel):
-            models.append(request.drafter.model)
-        return sum(_bytes(model, length, self.max_draft_tokens + 1) for model in models)
+        return bytes_for(self.model, request.drafter, length, self.max_draft_tokens + 1)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -210,11 +225,15 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Admits what fits, feeds one chunk of one prompt, runs one round of every row."""
-        self._admit()
-        outputs = self._prefill()
-        for lane in list(self._lanes):
-            outputs += self._round(lane)
-        self._merge()
+        self._is_stepping = True
+        try:
+            self._admit()
+            outputs = self._prefill()
+            for lane in list(self._lanes):
+                outputs += self._round(lane)
+            self._merge()
+        finally:
+            self._is_stepping = False
         return outputs
 
     def _admit(self) -> None:
@@ -268,8 +287,8 @@ class Engine:
         if job.row.remaining == 0:
             job.handle.finish_reason = "length"
             self._end(job)
-        else:
-            self._lanes.append(job.decoder)
+            return [Output(job.handle, None, "", None, False, "length")]
+        self._lanes.append(job.decoder)
         return []
 
     def _round(self, lane: Decoder) -> list[Output]:
@@ -283,11 +302,13 @@ class Engine:
                 from_draft = block.from_draft(lane.emitted[b])
                 job.row.tokens.append(token)
                 lane.emitted[b] += 1
-                outputs.append(self._emit(job, token, logprobs, from_draft))
-                if job.handle.done:
+                with lane.batch.guard(job.row):
+                    outputs.append(self._emit(job, token, logprobs, from_draft))
+                if job.handle.done or job.row.error is not None:
                     break
         lane.commit()
-        outputs += [self._fail(job) for job in jobs if job.row.error is not None]
+        failed = [job for job in jobs if job.row.error is not None and not job.handle.done]
+        outputs += [self._fail(job) for job in failed]
         self._leave(lane, [job for job in jobs if job.handle.done])
         return outputs
 
@@ -304,8 +325,11 @@ class Engine:
         return Output(handle, token, text, logprobs, from_draft, reason)
 
     def _fail(self, job: _Job) -> Output:
-        handle = job.handle
-        handle.error, handle.finish_reason = job.row.error, "error"
+        handle, error = job.handle, job.row.error
+        assert error is not None
+        # Its traceback would keep the caches of the row alive.
+        handle.error, handle.finish_reason = error.with_traceback(None), "error"
+        job.row.error = handle.error
         self._end(job)
         return Output(handle, None, "", None, False, "error")
 
@@ -319,12 +343,14 @@ class Engine:
         for lane in list(self._lanes):
             if not lane.may_join:
                 continue
-            first = together.setdefault(kinds_of(lane.batch.cache), lane)
+            kind = lane.target.watched, kinds_of(lane.batch.cache)
+            first = together.setdefault(kind, lane)
             if first is not lane:
-                for row in lane.batch.rows:
-                    self._job_of(row).decoder = first
+                jobs = [self._job_of(row) for row in lane.batch.rows]
                 first.join(lane, self.max_draft_tokens + 1)
                 self._lanes.remove(lane)
+                for job in jobs:
+                    job.decoder = first
 
     def _leave(self, lane: Decoder, jobs: list[_Job]) -> None:
         rows = [b for b, row in enumerate(lane.batch.rows) if any(row is job.row for job in jobs)]
@@ -341,20 +367,3 @@ class Engine:
 
     def _job_of(self, row: Row) -> _Job:
         return next(job for job in self._jobs.values() if job.row is row)
-
-
-def _bytes(model: nn.Module, length: int, slack: int) -> int:
-    """Bytes that the caches of a row may grow to with `length` tokens.
-
-    slack    slots that a ring of a batch has beyond its window
-    """
-    total = 0
-    buffer = -(-length // KVCache.step) * KVCache.step
-    for (_, entry), record in zip(walk(make_prompt_cache(model)), inspect(model), strict=True):
-        if record.growth == "per token":
-            total += record.bytes * buffer
-        elif isinstance(entry, RotatingKVCache):
-            total += record.bytes * (entry.max_size + slack) // entry.max_size
-        else:
-            total += record.bytes
-    return total

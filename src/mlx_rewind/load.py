@@ -19,7 +19,7 @@ from .draft.checkpoint import (
     family_of,
     find_heads,
     folder_of,
-    is_of_head,
+    names_of_heads,
     num_layers,
     read_config,
 )
@@ -109,7 +109,8 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Mo
 
             def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
                 del model.sanitize  # the model's own from here on
-                trunk = {k: v for k, v in weights.items() if not is_of_head(k, family, layers)}
+                heads = names_of_heads(weights, family, layers)
+                trunk = {name: x for name, x in weights.items() if name not in heads}
                 return model.sanitize(trunk) if hasattr(model, "sanitize") else trunk
 
             model.sanitize = sanitize
@@ -119,11 +120,15 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Mo
 
 
 def head_is_missing(folder: Path, model: nn.Module) -> str | None:
-    """One line on heads that config.json announces and that are not there."""
-    with suppress(UnsupportedModelError):
+    """One line on heads that config.json announces and that are not there, or not usable."""
+    try:
         _, family = family_of(model)
         if announced(read_config(folder), family) and find_heads(folder, model) is None:
             return missing(folder, model)
+    except UnsupportedModelError:
+        return None
+    except ValueError as error:
+        return f"the MTP head cannot be used: {error}"
     return None
 
 

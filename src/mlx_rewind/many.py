@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 
 from .batch import LogitsProcessor, Sampler
+from .draft.model import DraftModel, check_tokenizers
 from .draft.protocol import Drafter, Proposer
 from .engine import Engine, Handle, Request
 from .generate import encode
@@ -67,7 +68,7 @@ def batch_generate(
 
     Raises ValueError for a list of another length, and as `Engine.submit` does, before any token.
     """
-    columns = {
+    columns: dict[str, Any] = {
         "max_tokens": max_tokens,
         "drafter": drafter,
         "num_draft_tokens": num_draft_tokens,
@@ -76,7 +77,7 @@ def batch_generate(
     }
     shared = {"stop": stop, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
     shared["quantized_kv_start"] = quantized_kv_start
-    requests = _requests([encode(tokenizer, prompt) for prompt in prompts], columns, shared)
+    requests = _requests(tokenizer, prompts, columns, shared)
     engine = Engine(
         model,
         tokenizer,
@@ -96,16 +97,28 @@ def batch_generate(
     )
 
 
-def _requests(prompts: list[Any], columns: dict[str, Any], shared: dict[str, Any]) -> list[Request]:
+def _requests(
+    tokenizer: Any, prompts: Sequence[Any], columns: dict[str, Any], shared: dict[str, Any]
+) -> list[Request]:
     """One request per prompt; a column is one value for all of them, or a list."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts must be a list of prompts, got one string")
     count, processors = len(prompts), columns["logits_processors"]
     if not processors or callable(processors[0]):
         columns = {**columns, "logits_processors": [tuple(processors)] * count}
     each = {name: _each(value, count, name) for name, value in columns.items()}
     each["sampler"] = [given or greedy_sampler for given in each["sampler"]]
+    for drafter in each["drafter"]:
+        if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
+            check_tokenizers(tokenizer, drafter.tokenizer)
+    ids: list[Any] = [encode(tokenizer, prompt) for prompt in prompts]
     return [
-        Request(prompt, **shared, **{name: values[i] for name, values in each.items()})
-        for i, prompt in enumerate(prompts)
+        Request(
+            ids[i],
+            **shared,
+            **{name: values[i] for name, values in each.items()},
+        )
+        for i in range(count)
     ]
 
 

@@ -220,6 +220,7 @@ class Decoder:
 
         slack    the longest window that will be verified, for sliding windows
         """
+        self.target.watch_as(other.target)  # refuses before anything is changed
         for decoder in (self, other):
             decoder._settle()
             if not decoder._has_rows:
@@ -231,7 +232,6 @@ class Decoder:
                 if isinstance(ours, Session) and isinstance(proposer, Session):
                     ours.join(proposer, slack)
         self.batch.join(other.batch)
-        self.target.watch_as(other.target)
         self.plan = check(self.batch.model, self.batch.cache)
         self.emitted = [0] * len(self.batch.rows)
 
@@ -284,9 +284,16 @@ class Decoder:
         index = {id(row.proposer): b for b, row in enumerate(rows)}
         for group in groups.values():
             at = [index[id(member)] for member in group.members]
-            if any(limits[b] for b in at):
+            if not any(limits[b] for b in at):
+                continue
+            drafts = None
+            with self.batch.guard(rows[at[0]]):
                 drafts = group.propose([rows[b].tokens for b in at], [limits[b] for b in at])
-                guesses = [drafts[at.index(b)] if b in at else x for b, x in enumerate(guesses)]
+            for i, b in enumerate(at):
+                if drafts is None:
+                    rows[b].error = rows[at[0]].error  # the drafter failed them all
+                else:
+                    guesses[b] = drafts[i]
         return Draft.of(guesses)
 
     def _limit(self, row: Row) -> int:

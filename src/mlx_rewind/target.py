@@ -102,6 +102,11 @@ class Target:
         self._tap = _Tap(trunk.inner(self.model)[trunk.norm], state)
         self._forward = trunk.graft(self.model, **{trunk.norm: self._tap})
 
+    @property
+    def watched(self) -> HiddenState | None:
+        """The hidden state that every output tells."""
+        return None if self._tap is None else self._tap.state
+
     def watch_as(self, other: Target) -> None:
         """Tells what `other` tells, too."""
         if other._tap is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from ..errors import UnsupportedCacheError, UnsupportedModelError
 from .attach import Attachment, attach
@@ -258,7 +258,8 @@ class Plan:
     calls       label of a recurrent cache -> layer calls that write it in one forward
     siblings    label of a recurrent cache -> labels of the caches that the same calls are given
     fault       why windows of the model are not what its single steps are; None if they are
-    window_end  tokens that a window may reach up to, see `probe.window_end`
+    window_end  tokens that a window may reach up to: see `probe.window_end`, and the size of a
+                ring that keeps its first tokens
     """
 
     leaves: list[tuple[str, Any]]
@@ -306,7 +307,10 @@ def check(model: nn.Module, cache: list[Any]) -> Plan:
     used = [(label, entry) for label, entry in leaves if label not in attachment.unused]
     check_positions(used)
     siblings = {label: others for label, others in attachment.siblings.items() if others}
-    return Plan(used, attachment.calls, siblings, attachment.fault, attachment.window_end)
+    # mlx-lm's mask of a window slides over the first tokens, which such a ring keeps for ever.
+    ends = [c.max_size for _, c in used if stock_class(c) is RotatingKVCache and c.keep]
+    ends += [] if attachment.window_end is None else [attachment.window_end]
+    return Plan(used, attachment.calls, siblings, attachment.fault, min(ends, default=None))
 
 
 def _check_class(label: str, entry: Any) -> None:

@@ -100,13 +100,14 @@ class RowsCache(ABC):
         return self.keys is None
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Leaves only these rows, in this order."""
+        """Leaves only these rows, in this order, in a buffer no longer than they need."""
         index = mx.array(list(rows), mx.int32)
+        self.lengths = [self._lengths[row] for row in rows]
+        slots = self._capacity(max(self._lengths))
         self.keys, self.values = (
-            side if side is None else tree_map(lambda x: x[index], side)
+            side if side is None else tree_map(lambda x: x[:, :, :slots][index], side)
             for side in (self.keys, self.values)
         )
-        self.lengths = [self._lengths[row] for row in rows]
 
     def join(self, other: RowsCache) -> None:
         """Appends the rows of another cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,13 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "min_p": (int, float),
 }
 
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "temp": (0, math.inf),
+    "top_p": (0, 1),
+    "top_k": (0, math.inf),
+    "min_p": (0, 1),
+}
+
 
 def read_prompts(name: str) -> list[dict[str, Any]]:
     """The objects of a JSON lines file; - is stdin.
@@ -40,9 +48,12 @@ def read_prompts(name: str) -> list[dict[str, Any]]:
     """
     if name != "-" and not Path(name).is_file():
         raise FileNotFoundError(f"no prompts file at {name}")
-    text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: {error}") from error
     entries = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -52,17 +63,26 @@ def read_prompts(name: str) -> list[dict[str, Any]]:
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise ValueError(f'{name}, line {number}: expected an object with a "prompt" string')
         for field, value in entry.items():
-            kind = _FIELDS.get(field)
-            if kind is None or not isinstance(value, kind) or isinstance(value, bool):
-                known = ", ".join(_FIELDS)
+            if not _is_valid(field, value):
                 raise ValueError(
                     f"{name}, line {number}: {field} = {value!r} is no field with a value that it "
-                    f"can have (fields: {known})"
+                    f"can have (fields: {', '.join(_FIELDS)})"
                 )
         entries.append(entry)
     if not entries:
         raise ValueError(f"{name} holds no prompt")
     return entries
+
+
+def _is_valid(field: str, value: Any) -> bool:
+    """Whether a line may set `field` to `value`: what the flag of that name would take."""
+    kind, (low, high) = _FIELDS.get(field), _BOUNDS.get(field, (-math.inf, math.inf))
+    if kind is None or not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    number: Any = value
+    return bool(low <= number <= high)
 
 
 def generate_all(
@@ -94,6 +114,9 @@ def generate_all(
             while printed < len(handles) and handles[printed].done:
                 print(json.dumps(_result(printed, entries[printed], handles[printed], drafter)))
                 printed += 1
+    failed = sum(handle.error is not None for handle in handles)
+    if failed:
+        raise ValueError(f"{failed} of {len(handles)} prompts failed; their lines say why")
 
 
 def _own(entry: dict[str, Any], field: str, args: argparse.Namespace) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import mlx.nn as nn
@@ -37,6 +38,8 @@ def _inspect(args: argparse.Namespace) -> None:
     if args.json:
         heads = _head_records(mtp, len(records)) if isinstance(mtp, MTP) else []
         print(json.dumps([*(dataclasses.asdict(record) for record in records), *heads]))
+        if isinstance(mtp, Unusable):
+            print(f"mlx-rewind: note: {mtp}", file=sys.stderr)
         return
     console.print(_cache_table(str(args.model or f"{SHIPPED.name} (shipped)"), records))
     reason = why_row_by_row(model)
@@ -48,12 +51,18 @@ def _inspect(args: argparse.Namespace) -> None:
         console.print(mtp, highlight=False, soft_wrap=True)
 
 
+class Unusable(str):
+    """Why heads that are there cannot be used."""
+
+
 def _heads(args: argparse.Namespace, model: nn.Module) -> MTP | str:
     """The heads in the checkpoint, or a line that says why there are none."""
     try:
         return load_mtp(args.model, model, norms=args.mtp_norms, lazy=True)
-    except (FileNotFoundError, UnsupportedModelError, ValueError) as reason:
+    except (FileNotFoundError, UnsupportedModelError) as reason:
         return f"MTP head: {reason}"
+    except ValueError as reason:
+        return Unusable(f"MTP head: {reason}")
 
 
 def _cache_table(title: str, records: list[CacheRecord]) -> Table:

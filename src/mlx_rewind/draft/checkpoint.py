@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache as memoize
 from pathlib import Path
@@ -29,6 +29,7 @@ Norms = Literal["raw", "converted"]
 SIDE_FOLDER, RECORD = "mtp", "mlx_rewind_mtp"
 
 _TRUNK_FILE = re.compile(r"model(\.safetensors)?(-\d+-of-\d+)?\.safetensors")
+_RAW_NAME = re.compile(r"\.layers\.\d+\.moe\.")
 _DOWNLOADED = [*DEFAULT_ALLOW_PATTERNS, "*mtp*.safetensors", f"{SIDE_FOLDER}/*"]
 
 
@@ -71,7 +72,7 @@ class Stored:
         folder = self.folder
         if any(file.startswith(f"{SIDE_FOLDER}/") for file in self.files.values()):
             folder = folder / SIDE_FOLDER
-        record: dict[str, Any] = read_config(folder).get(RECORD, {})
+        record: dict[str, Any] = read_config(folder).get(RECORD) or {}
         return record
 
     def norms(self, asked: Norms | None) -> str:
@@ -80,14 +81,18 @@ class Stored:
         Decided by what cannot mislead: the converter's record, or a raw trunk that the head was
         stored with. Raises ValueError, naming a tensor, where there is neither.
         """
+        told = asked if asked is not None else self.record.get("norms")
+        if told not in (None, "raw", "converted"):
+            raise ValueError(f"norms of an MTP head are raw or converted, got {told!r}")
         if not self.family.shifted:
             return "plain"
-        if asked is not None or "norms" in self.record:
-            return asked or str(self.record["norms"])
+        if told is not None:
+            return str(told)
         written = {self.formats[file] for file in self.files.values()}
-        if self.layout == "embedded" and self.trunk_is_raw:
-            return "raw"
-        if written == {"pt"} or (self.trunk_is_raw and written == {None}):
+        if self.layout == "embedded":
+            if self.trunk_is_raw:
+                return "raw"
+        elif written == {"pt"} or (self.trunk_is_raw and written == {None}):
             return "raw"
         norm = next(name for name in sorted(self.tensors) if is_norm(name))
         raise ValueError(
@@ -125,11 +130,11 @@ def is_norm(name: str) -> bool:
 
 
 def family_of(target: nn.Module) -> tuple[str, Family]:
-    """The target's model type and its family of heads.
+    """The target's model file in mlx-lm and its family of heads.
 
     Raises `UnsupportedModelError` for one whose head is not known, or cannot be used.
     """
-    name = str(getattr(target, "model_type", type(target).__name__))
+    name = type(target).__module__.rpartition(".")[2]
     if name in REFUSED:
         raise UnsupportedModelError(f"the MTP head of a {name} cannot be used: {REFUSED[name]}")
     if name not in FAMILIES:
@@ -147,6 +152,8 @@ def folder_of(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """
     name = str(path_or_hf_repo)
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise FileNotFoundError(f"{name} is a file; give the folder that it is in")
     if folder.exists():
         return folder
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -158,9 +165,16 @@ def folder_of(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, {} if there is none."""
+    """config.json of a folder, {} if there is none. Raises ValueError for one that is malformed."""
     file = folder / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object")
     return config
 
 
@@ -201,9 +215,16 @@ def num_layers(target: nn.Module) -> int:
     return len(target.layers)
 
 
-def is_of_head(name: str, family: Family, layers: int) -> bool:
-    """Whether a tensor of a checkpoint belongs to a head and not to the trunk of `layers`."""
-    return _part(name, family, layers, bare=False) is not None
+def names_of_heads(names: Iterable[str], family: Family, layers: int) -> set[str]:
+    """Those that belong to heads, of all tensors of a checkpoint whose trunk has `layers`.
+
+    A layer behind the trunk's is a head's only if it has a projection.
+    """
+    parts = {name: part for name in names if (part := _part(name, family, layers, bare=False))}
+    if not any("{n}" in root for root in family.roots):
+        return set(parts)
+    heads = {index for part, index in parts.values() if part == "projection.weight"}
+    return {name for name, (_, index) in parts.items() if index in heads}
 
 
 def name_of(part: str, family: Family, index: int, layers: int) -> str:
@@ -216,22 +237,27 @@ def name_of(part: str, family: Family, index: int, layers: int) -> str:
 def _files(folder: Path, config: dict[str, Any]) -> Iterator[Path]:
     yield from sorted(folder.glob("*.safetensors"))
     yield from sorted((folder / SIDE_FOLDER).glob("*.safetensors"))
-    extra = (config.get("mlx_lm_extra_tensors") or {}).get("mtp_file")  # noted by OptiQ and MTPLX
-    if extra and Path(extra).parent.name not in ("", SIDE_FOLDER) and (folder / extra).is_file():
-        yield folder / extra
+    extra = config.get("mlx_lm_extra_tensors")  # noted by OptiQ and MTPLX
+    named = extra.get("mtp_file") if isinstance(extra, dict) else None
+    outside = isinstance(named, str) and Path(named).parts[:-1] not in ((), (SIDE_FOLDER,))
+    if outside and (folder / str(named)).is_file() and ".." not in Path(str(named)).parts:
+        yield folder / str(named)
 
 
 def _add(stored: Stored, path: Path, layers: int) -> None:
     """Takes what a file holds of the heads."""
     file = path.relative_to(stored.folder).as_posix()
-    loaded: Any = mx.load(str(path), return_metadata=True)
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+    except RuntimeError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     tensors, metadata = loaded
+    of_trunk = _TRUNK_FILE.fullmatch(file) is not None
     bare = stored.layout == "separate"
     for name, tensor in tensors.items():
         part = _part(name, stored.family, layers, bare)
         if part is None:
-            raw = ("conv1d.weight" in name and tensor.shape[-1] != 1) or ".moe." in name
-            stored.trunk_is_raw |= raw
+            stored.trunk_is_raw |= of_trunk and _is_raw(name, tensor)
         elif part[0] is None:
             stored.unused.append(name)
         elif name in stored.parts:
@@ -242,6 +268,13 @@ def _add(stored: Stored, path: Path, layers: int) -> None:
             stored.tensors[name], stored.parts[name] = tensor, (part[0], part[1])
             stored.files[name] = file
             stored.formats[file] = metadata.get("format")
+
+
+def _is_raw(name: str, tensor: mx.array) -> bool:
+    """Whether a tensor of a trunk has a layout that mlx-lm's conversion changes."""
+    if _RAW_NAME.search(name):
+        return True
+    return name.endswith("conv1d.weight") and ".layers." in name and tensor.shape[-1] != 1
 
 
 def _part(

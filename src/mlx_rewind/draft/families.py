@@ -77,7 +77,13 @@ def _without_recurrent_layers(body: nn.Module) -> None:
 
 
 _QWEN = Family(
-    roots=("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp."),
+    roots=(
+        "mtp.",
+        "model.mtp.",
+        "language_model.mtp.",
+        "model.language_model.mtp.",
+        "language_model.model.mtp.",
+    ),
     names={
         "pre_fc_norm_embedding.": "embedding_norm.",
         "pre_fc_norm_hidden.": "hidden_norm.",
@@ -259,9 +265,12 @@ _STEP = Family(
 
 def _nemotron_layers(config: dict[str, Any], index: int, stored: dict[str, Any]) -> dict[str, Any]:
     pattern = stored.get("mtp_hybrid_override_pattern") or [
-        {"attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}[kind]
-        for kind in stored.get("mtp_layers_block_type", ("attention", "moe"))
+        {"attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}.get(kind, kind)
+        for kind in stored.get("mtp_layers_block_type") or ("attention", "moe")
     ]
+    unknown = sorted(set(pattern) - {"*", "E", "-"})
+    if unknown:
+        raise ValueError(f"the blocks of an MTP head are attention, moe and mlp, got {unknown}")
     return {"hybrid_override_pattern": list(pattern), "num_hidden_layers": len(pattern)}
 
 
@@ -277,6 +286,8 @@ _NEMOTRON = Family(
         "layers.0.eh_proj.": "projection.",
         "layers.1.final_layernorm.": "norm.",
         "layers.0.final_layernorm.": "norm.",
+        "layers.2.final_layernorm.": "norm.",
+        "layers.3.final_layernorm.": "norm.",
         "layers.": "layers.",
     },
     layers=_nemotron_layers,

@@ -14,7 +14,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from ..errors import DraftMismatchError
-from .checkpoint import Norms, Stored, announced, family_of, find_heads, is_norm, read_config
+from ..target import Trunk
+from .checkpoint import (
+    RECORD,
+    Norms,
+    Stored,
+    announced,
+    family_of,
+    find_heads,
+    is_norm,
+    num_layers,
+    read_config,
+)
 from .families import COPY
 from .heads import Head
 
@@ -57,6 +68,7 @@ def load_heads(
     stored = find_heads(folder, target)
     if stored is None:
         raise FileNotFoundError(missing(folder, target))
+    _check_sizes(stored, target)
     convention = stored.norms(norms)
     heads, unused = [], list(stored.unused)
     quantized: dict[str, Mapping[str, Any]] = {}
@@ -65,7 +77,8 @@ def load_heads(
         weights = _sanitized(head, stored.of_head(index), convention == "raw")
         for path, parameters in _quantize(head, weights).items():
             quantized[f"{index}.{path}"] = parameters
-        for part in (*_load(head, weights, f"head {index} in {folder}"), *_dropped(stored)):
+        made = set(weights)
+        for part in (*_load(head, weights, f"head {index} in {folder}"), *_dropped(stored, made)):
             unused += stored.names_of(part, index)
         heads.append(head)
     _check_quantization(quantized, stored)
@@ -81,6 +94,19 @@ def load_heads(
         unused=tuple(sorted(set(unused))),
     )
     return heads, report
+
+
+def _check_sizes(stored: Stored, target: nn.Module) -> None:
+    """Raises `DraftMismatchError` for a head by itself that was taken from another model."""
+    trunk = Trunk.of(target)
+    rows = trunk.inner(target)[trunk.embedding].weight.shape[0]
+    for name, ours in (("vocab_size", rows), ("num_hidden_layers", num_layers(target))):
+        theirs = stored.config.get(name, ours)
+        if stored.layout == "separate" and RECORD in stored.config and theirs != ours:
+            raise DraftMismatchError(
+                f"the head in {stored.folder} was taken from a model with {name} {theirs}, the "
+                f"target has {ours}"
+            )
 
 
 def missing(folder: Path, target: nn.Module) -> str:
@@ -201,7 +227,16 @@ def _load(head: Head, weights: dict[str, mx.array], where: str) -> list[str]:
     return sorted(name.removeprefix("body.") for name in weights.keys() - parameters.keys())
 
 
-def _dropped(stored: Stored) -> list[str]:
-    """Parts that mlx-lm computes anew, and its `sanitize` drops."""
-    parts = (part for part, _ in stored.parts.values())
-    return [part for part in parts if part.endswith("rotary_emb.inv_freq")]
+def _dropped(stored: Stored, made: set[str]) -> list[str]:
+    """Parts that `sanitize` took and made nothing of.
+
+    These are what mlx-lm computes anew, and kinds of tensors that it does not stack for experts.
+    """
+    dropped = []
+    for part, _ in stored.parts.values():
+        match = _EXPERT.fullmatch(part)
+        kinds = {name.rpartition(".")[2] for name in made if ".switch_mlp." in name}
+        foreign = match is not None and match[3].rpartition(".")[2] not in kinds | _FOREIGN
+        if foreign or part.endswith("rotary_emb.inv_freq"):
+            dropped.append(part)
+    return dropped

@@ -85,6 +85,7 @@ class _Group(Group):
         self._shared_vocab = min(target_vocab, drafter.vocab_size)
         self._round: Round | None = None
         self._fed: list[mx.array] = []
+        self._first = mx.zeros((1,), mx.uint32)  # the last first draft token of each row
         self._has_rows = False
 
     def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
@@ -119,6 +120,7 @@ class _Group(Group):
                 group._has_rows = True
         join(self.cache, other.cache)
         self.cached += other.cached
+        self._first = mx.concatenate([self._first, other._first])
         self.members += other.members
         for member in other.members:
             member.group = self
@@ -131,6 +133,7 @@ class _Group(Group):
         if stay:
             keep(self.cache, stay)
             self.cached = [self.cached[b] for b in stay]
+            self._first = self._first[mx.array(stay)]
             self.members = [self.members[b] for b in stay]
 
     def _abort(self) -> None:
@@ -158,15 +161,22 @@ class _Group(Group):
             for row, known in zip(tokens, self.cached, strict=True)
         ]
         lengths = [len(row) for row in new]
-        self.cached = [len(row) for row in tokens]
+        if max(lengths) == 0:  # asked again for the same tokens
+            return self._first
         if min(lengths) == max(lengths):
-            return self._best(self._feed(mx.array(new, mx.uint32)), -1)
-        padded = mx.array([row + [0] * (max(lengths) - len(row)) for row in new], mx.uint32)
-        with Round(self._drafter.model, self.cache) as window:
-            logits = self._forward(padded)
-            window.commit(lengths)
-        last = mx.array(lengths)[:, None, None] - 1
-        return self._best(mx.take_along_axis(logits, last, axis=1), 0)
+            first = self._best(self._feed(mx.array(new, mx.uint32)), -1)
+        else:
+            padded = mx.array([row + [0] * (max(lengths) - len(row)) for row in new], mx.uint32)
+            with Round(self._drafter.model, self.cache) as window:
+                logits = self._forward(padded)
+                window.commit(lengths)
+            fed = mx.array(lengths)
+            last = mx.maximum(fed - 1, 0)[:, None, None]
+            first = self._best(mx.take_along_axis(logits, last, axis=1), 0)
+            first = mx.where(fed > 0, first, self._first)
+        self.cached = [len(row) for row in tokens]
+        self._first = first
+        return first
 
     def _feed(self, new: mx.array) -> mx.array:
         """Feeds [B, S] in chunks; returns the logits of the last one."""

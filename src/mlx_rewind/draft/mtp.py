@@ -54,6 +54,8 @@ class MTP(Drafter):
     ) -> None:
         if not heads:
             raise ValueError("MTP needs at least one head")
+        if input not in (None, "normed", "raw"):
+            raise ValueError(f'input must be "normed" or "raw", got {input!r}')
         self.heads = list(heads)
         self.target = target
         self.report = report
@@ -102,6 +104,10 @@ class MTP(Drafter):
         """From the normed output of head `k`, [..., H], to logits [..., V]."""
         head = self.heads[k]
         return (head.output if head.family.own_output else self._output_head)(normed)
+
+
+#: Pairs that a row keeps for a forward with others, while none of them drafts.
+_MOST_WAITING = 64
 
 
 @dataclass
@@ -207,7 +213,7 @@ class _Group(Group):
         """Takes committed pairs. Alone, a row reads them at once; several read them together."""
         self._abort()
         self.reading(member).add(mx.array(list(tokens), mx.int32), hidden[None])
-        if len(self.members) == 1:
+        if len(self.members) == 1 or self.reading(member).readable(0) >= _MOST_WAITING:
             self._read_committed()
             mx.async_eval([entry.state for cache in self.caches for entry in cache])
 
@@ -287,10 +293,13 @@ class _Group(Group):
         embedded, head = self._drafter.embed(tokens), self._drafter.heads[k]
         if min(counts) == longest:
             return head(embedded, states, self.caches[k])
-        with Round(head, [], plan=_plan(self.caches[k : k + 1])) as window:
-            outputs = head(embedded, states, self.caches[k])
-            window.commit(counts)
-            return outputs
+        leaves = [leaf for _, leaf in walk(self.caches[k])]
+        before = [leaf.lengths for leaf in leaves]
+        outputs = head(embedded, states, self.caches[k])
+        for leaf, lengths in zip(leaves, before, strict=True):
+            if leaf.lengths != lengths:  # LongCat leaves one cache unused
+                leaf.lengths = [n + count for n, count in zip(lengths, counts, strict=True)]
+        return outputs
 
     # -- drafts, and rows that come and go ------------------------------------------------------
 
@@ -340,5 +349,4 @@ def _plan(caches: list[list[Any]]) -> Plan:
     """Rounds over the caches of heads, which hold nothing recurrent."""
     labelled = enumerate(caches)
     leaves = [(f"{k}.{label}", leaf) for k, cache in labelled for label, leaf in walk(cache)]
-    leaves = [pair for pair in leaves if not pair[1].empty()] or leaves  # LongCat leaves one unused
     return Plan(leaves, calls={}, siblings={}, fault=None, window_end=None)
