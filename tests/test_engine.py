@@ -364,6 +364,22 @@ def test_two_quantised_rows(name: str, bits: int) -> None:
     assert all(handle.stats.accepted > 5 for handle in handles[:3])
 
 
+@pytest.mark.parametrize("start", [5, 14])
+def test_rows_that_are_quantised_at_different_times(start: int) -> None:
+    """Each at its own length, as alone; rows of one kind go together again after it."""
+    model = zoo.build("llama")
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+    truths, requests = [], []
+    for length, plan in ((1, [0, 1, 2]), (9, [3, 4, None]), (20, [4, 0, 1])):
+        prompt = prompt_of(length)
+        steps = generate_step(mx.array(prompt), model, max_tokens=32, **options)
+        tokens = [token for token, _ in steps]
+        for drafter in (zoo.Scripted(tokens, plan, prompt_length=length), None):
+            requests.append(Request(prompt, 32, drafter, **options))
+            truths.append(tokens)
+    assert [handle.tokens for handle in serve(Engine(model), *requests)] == truths
+
+
 def test_quantisation_that_cannot_be_is_refused_at_once() -> None:
     engine = Engine(zoo.build("gpt_oss"))
     with pytest.raises(UnsupportedCacheError, match="sliding window"):
@@ -856,6 +872,30 @@ def test_cancelling_ends_one_request_only(when: str) -> None:
         assert other.tokens == solo(name, len(other.request.prompt), n=20).tokens[:n]
         assert other.finish_reason == "length"
     assert_empty(engine)
+
+
+def test_cancelling_is_for_between_two_steps() -> None:
+    engine, other = Engine(zoo.build("qwen3_5")), Engine(zoo.build("qwen3_5"))
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        with pytest.raises(RuntimeError, match="between two steps"):
+            engine.cancel(handle)
+        return mx.argmax(logprobs, axis=-1)
+
+    handle = engine.submit(Request(prompt_of(5), max_tokens=3, sampler=sampler))
+    with pytest.raises(ValueError, match="does not belong"):
+        other.cancel(handle)
+    list(engine)
+    assert handle.tokens == solo("qwen3_5", 5).tokens[:3]
+
+
+def test_a_request_is_what_it_was_when_it_was_submitted() -> None:
+    engine = Engine(zoo.build("qwen3_5"))
+    prompt = prompt_of(5)
+    handle = engine.submit(Request(prompt, max_tokens=3))
+    prompt.append(1)
+    list(engine)
+    assert handle.tokens == solo("qwen3_5", 5).tokens[:3]
 
 
 def test_a_budget_of_nothing_gives_nothing() -> None:

@@ -77,8 +77,9 @@ def load_heads(
         weights = _sanitized(head, stored.of_head(index), convention == "raw")
         for path, parameters in _quantize(head, weights).items():
             quantized[f"{index}.{path}"] = parameters
-        made = set(weights)
-        for part in (*_load(head, weights, f"head {index} in {folder}"), *_dropped(stored, made)):
+        extra = _load(head, weights, f"head {index} in {folder}")
+        taken = {name.removeprefix("body.") for name in weights} - set(extra)
+        for part in (*extra, *_dropped(stored, taken)):
             unused += stored.names_of(part, index)
         heads.append(head)
     _check_quantization(quantized, stored)
@@ -227,15 +228,15 @@ def _load(head: Head, weights: dict[str, mx.array], where: str) -> list[str]:
     return sorted(name.removeprefix("body.") for name in weights.keys() - parameters.keys())
 
 
-def _dropped(stored: Stored, made: set[str]) -> list[str]:
-    """Parts that `sanitize` took and made nothing of.
+def _dropped(stored: Stored, taken: set[str]) -> list[str]:
+    """Parts that ended up in none of the parameters that were taken.
 
     These are what mlx-lm computes anew, and kinds of tensors that it does not stack for experts.
     """
     dropped = []
     for part, _ in stored.parts.values():
         match = _EXPERT.fullmatch(part)
-        kinds = {name.rpartition(".")[2] for name in made if ".switch_mlp." in name}
+        kinds = {name.rpartition(".")[2] for name in taken if ".switch_mlp." in name}
         foreign = match is not None and match[3].rpartition(".")[2] not in kinds | _FOREIGN
         if foreign or part.endswith("rotary_emb.inv_freq"):
             dropped.append(part)
