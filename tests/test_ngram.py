@@ -13,6 +13,7 @@ import mlx_rewind
 import zoo
 from mlx_rewind import NGram
 from mlx_rewind.draft.ngram import SuffixIndex
+from mlx_rewind.target import Target
 
 ROWS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 SIZES = st.integers(1, 4).flatmap(lambda low: st.tuples(st.just(low), st.integers(low, 6)))
@@ -115,7 +116,7 @@ def test_a_shorter_row_is_read_anew() -> None:
 
 def test_start_gives_a_proposer_of_its_own() -> None:
     drafter = NGram(1, 3)
-    one, other = drafter.start(zoo.VOCAB), drafter.start(zoo.VOCAB)
+    one, other = (drafter.start(Target(zoo.build("llama"))) for _ in range(2))
     assert one is not other
     rows = [[1, 2, 1], [1, 3, 1]]
     for _ in range(3):  # in turn, each with what its own row has seen

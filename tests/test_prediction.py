@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import mlx_rewind
 import zoo
 from mlx_rewind import DraftMismatchError, Prediction
+from mlx_rewind.target import Target
 
 PROMPT = [90, 91]
 K = 4
@@ -14,7 +15,7 @@ K = 4
 
 def proposals(drafter: Prediction, row: list[int], k: int = K) -> list[list[int]]:
     """What is proposed after the prompt and after each token of `row`."""
-    proposer = drafter.start(zoo.VOCAB)
+    proposer = drafter.start(Target(zoo.build("llama")))
     return [list(proposer.propose([*PROMPT, *row[:length]], k)) for length in range(len(row) + 1)]
 
 
@@ -29,7 +30,7 @@ def test_it_follows_while_the_row_agrees() -> None:
 
 def test_it_follows_blocks_of_any_length() -> None:
     expected = list(range(12))
-    proposer = Prediction(expected).start(zoo.VOCAB)
+    proposer = Prediction(expected).start(Target(zoo.build("llama")))
     for length in (0, 3, 4, 9, 12):
         assert proposer.propose([*PROMPT, *expected[:length]], 5) == expected[length : length + 5]
 
@@ -55,7 +56,7 @@ def test_a_longer_agreement_is_better_than_a_nearer_one() -> None:
 
 
 def test_the_prompt_is_not_taken_for_the_row() -> None:
-    proposer = Prediction([1, 2, 3, 4]).start(zoo.VOCAB)
+    proposer = Prediction([1, 2, 3, 4]).start(Target(zoo.build("llama")))
     assert proposer.propose([1, 2, 3], 4) == [1, 2, 3, 4]
 
 

@@ -299,8 +299,8 @@ class Decoder:
     def _limit(self, row: Row) -> int:
         """Most draft tokens of a row in the next round."""
         limit = min(row.num_draft_tokens, row.remaining - 1, self._until_quantized())
-        if self.plan.window_end is not None:
-            limit = min(limit, self.plan.window_end - 1 - self.plan.offset)
+        if self.plan.draft_end is not None:
+            limit = min(limit, self.plan.draft_end - 1 - self.plan.offset)
         return limit
 
     def _launch(self, pending: mx.array, draft: Draft) -> None:

@@ -77,9 +77,9 @@ def check_end(limit: int | None, fed: int, end: int, way_out: str) -> None:
     """Raises `UnsupportedModelError` for a window of `fed` tokens that ends beyond `window_end`."""
     if limit is not None and fed > 1 and end > limit:
         raise UnsupportedModelError(
-            f"a window of {fed} tokens ends at {end}: beyond {limit} a window is not what its "
-            "single tokens are (DynamicNTKScalingRoPE turns it otherwise, or the mask of a ring "
-            f"with `keep` hides what it keeps). Feed them {way_out}."
+            f"a window of {fed} tokens ends at {end}: beyond {limit} this model's "
+            "DynamicNTKScalingRoPE turns a window otherwise than single tokens. Feed them "
+            f"{way_out}."
         )
 
 

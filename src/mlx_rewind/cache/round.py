@@ -258,8 +258,7 @@ class Plan:
     calls       label of a recurrent cache -> layer calls that write it in one forward
     siblings    label of a recurrent cache -> labels of the caches that the same calls are given
     fault       why windows of the model are not what its single steps are; None if they are
-    window_end  tokens that a window may reach up to: see `probe.window_end`, and the size of a
-                ring that keeps its first tokens
+    window_end  tokens that a window may reach up to, see `probe.window_end`
     """
 
     leaves: list[tuple[str, Any]]
@@ -273,6 +272,16 @@ class Plan:
         """Tokens in the attention caches; 0 if there are none."""
         attention = (cache for _, cache in self.leaves if not is_recurrent(cache))
         return max((_length(cache) for cache in attention), default=0)
+
+    @property
+    def draft_end(self) -> int | None:
+        """Tokens that a verify may reach up to; None for no limit.
+
+        mlx-lm's mask of a window slides over the first tokens, which a ring with `keep` shows to
+        single steps for ever.
+        """
+        ends = [c.max_size for _, c in self.leaves if stock_class(c) is RotatingKVCache and c.keep]
+        return min([*ends, *([] if self.window_end is None else [self.window_end])], default=None)
 
     @property
     def rows(self) -> int:
@@ -307,10 +316,7 @@ def check(model: nn.Module, cache: list[Any]) -> Plan:
     used = [(label, entry) for label, entry in leaves if label not in attachment.unused]
     check_positions(used)
     siblings = {label: others for label, others in attachment.siblings.items() if others}
-    # mlx-lm's mask of a window slides over the first tokens, which such a ring keeps for ever.
-    ends = [c.max_size for _, c in used if stock_class(c) is RotatingKVCache and c.keep]
-    ends += [] if attachment.window_end is None else [attachment.window_end]
-    return Plan(used, attachment.calls, siblings, attachment.fault, min(ends, default=None))
+    return Plan(used, attachment.calls, siblings, attachment.fault, attachment.window_end)
 
 
 def _check_class(label: str, entry: Any) -> None:
