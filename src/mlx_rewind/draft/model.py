@@ -10,12 +10,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.members import join, keep, rows_of
-from ..cache.ragged import why_row_by_row
 from ..cache.round import Round, check
 from ..errors import DraftMismatchError
 from ..target import Target
-from .protocol import Drafter, Group, Session
+from .group import CachedGroup, Member
+from .protocol import Drafter, Session
 
 
 class DraftModel(Drafter):
@@ -45,29 +44,21 @@ class DraftModel(Drafter):
         return _Session(self, target.vocab_size)
 
 
-class _Session(Session):
+class _Session(Member):
     """One row of a group."""
 
+    group: _Group
+
     def __init__(self, drafter: DraftModel, target_vocab: int) -> None:
-        self.group: _Group = _Group(drafter, self, target_vocab)
+        self.group = _Group(drafter, self, target_vocab)
 
     @property
     def cache(self) -> list[Any]:
         """The draft cache, with those of the other rows of its group."""
         return self.group.cache
 
-    def propose(self, tokens: list[int], num_draft_tokens: int) -> mx.array:
-        return self.group.propose([tokens], [num_draft_tokens])[0]
 
-    def join(self, other: Session, slack: int) -> None:
-        if isinstance(other, _Session) and other.group.fits(self.group):
-            self.group.join(other.group, slack)
-
-    def close(self) -> None:
-        self.group.leave(self)
-
-
-class _Group(Group):
+class _Group(CachedGroup):
     """The draft caches of some rows.
 
         tokens                t0 t1 ... tn | pending
@@ -77,16 +68,13 @@ class _Group(Group):
     cached    tokens of each row in the cache when no round is open
     """
 
-    def __init__(self, drafter: DraftModel, member: _Session, target_vocab: int) -> None:
-        self.members: list[Session] = [member]
+    def __init__(self, drafter: DraftModel, member: Session, target_vocab: int) -> None:
+        super().__init__(drafter, member)
         self.cache = make_prompt_cache(drafter.model)
         self.cached = [0]
-        self._drafter = drafter
         self._shared_vocab = min(target_vocab, drafter.vocab_size)
-        self._round: Round | None = None
         self._fed: list[mx.array] = []
         self._first = mx.zeros((1,), mx.uint32)  # the last first draft token of each row
-        self._has_rows = False
 
     def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
         with mx.stream(generation_stream):
@@ -104,37 +92,26 @@ class _Group(Group):
 
     # -- rows come and go -----------------------------------------------------------------------
 
-    def fits(self, other: _Group) -> bool:
-        """Whether both may draft together."""
-        if other is self or other._drafter is not self._drafter:
-            return False
-        if 0 in (*self.cached, *other.cached):  # not asked yet: a recurrent cache is still empty
-            return False
-        return why_row_by_row(self._drafter.model) is None
+    @property
+    def _model(self) -> nn.Module:
+        return self._drafter.model
 
-    def join(self, other: _Group, slack: int) -> None:
-        for group in (self, other):
-            group._abort()
-            if not group._has_rows:
-                group.cache = [rows_of(entry, slack) for entry in group.cache]
-                group._has_rows = True
-        join(self.cache, other.cache)
+    @property
+    def _prompt_caches(self) -> list[list[Any]]:
+        return [self.cache]
+
+    def fits(self, other: CachedGroup) -> bool:
+        if not isinstance(other, _Group) or 0 in (*self.cached, *other.cached):
+            return False  # not asked yet: a recurrent cache is still empty
+        return super().fits(other)
+
+    def _take(self, other: _Group) -> None:
         self.cached += other.cached
         self._first = mx.concatenate([self._first, other._first])
-        self.members += other.members
-        for member in other.members:
-            member.group = self
 
-    def leave(self, member: Session) -> None:
-        stay = [b for b, known in enumerate(self.members) if known is not member]
-        if len(stay) == len(self.members):
-            return
-        self._abort()
-        if stay:
-            keep(self.cache, stay)
-            self.cached = [self.cached[b] for b in stay]
-            self._first = self._first[mx.array(stay)]
-            self.members = [self.members[b] for b in stay]
+    def _keep(self, rows: Sequence[int]) -> None:
+        self.cached = [self.cached[b] for b in rows]
+        self._first = self._first[mx.array(list(rows))]
 
     def _abort(self) -> None:
         if self._round is not None:

@@ -21,16 +21,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..cache.members import join, keep, rows_of
 from ..cache.probe import walk
-from ..cache.ragged import why_row_by_row
 from ..cache.round import Plan, Round
 from ..errors import DraftMismatchError
 from ..target import HiddenState, Target, Trunk
 from .checkpoint import Norms, folder_of
+from .group import CachedGroup, Member
 from .heads import Head
 from .loading import HeadReport, load_heads
-from .protocol import Drafter, Group, Session
+from .protocol import Drafter, Session
 
 
 class MTP(Drafter):
@@ -163,11 +162,13 @@ class _Reading:
         self.tokens, self.start = self.tokens[read - self.start :], read
 
 
-class _Session(Session):
+class _Session(Member):
     """One row of a group."""
 
+    group: _Group
+
     def __init__(self, drafter: MTP) -> None:
-        self.group: _Group = _Group(drafter, self)
+        self.group = _Group(drafter, self)
 
     @property
     def caches(self) -> list[list[Any]]:
@@ -182,29 +183,16 @@ class _Session(Session):
     def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
         self.group.absorb(self, tokens, hidden)
 
-    def propose(self, tokens: list[int], num_draft_tokens: int) -> mx.array:
-        return self.group.propose([tokens], [num_draft_tokens])[0]
 
-    def join(self, other: Session, slack: int) -> None:
-        if isinstance(other, _Session) and other.group.fits(self.group):
-            self.group.join(other.group, slack)
-
-    def close(self) -> None:
-        self.group.leave(self)
-
-
-class _Group(Group):
+class _Group(CachedGroup):
     """The head caches of some rows, and what is to be read of each row."""
 
-    def __init__(self, drafter: MTP, member: _Session) -> None:
-        self.members: list[Session] = [member]
+    def __init__(self, drafter: MTP, member: Session) -> None:
+        super().__init__(drafter, member)
         self.caches = [head.make_cache() for head in drafter.heads]
         depth, chained = len(drafter.heads), drafter.heads[0].family.chained
-        self._drafter = drafter
         self._rows = [_Reading([0] * depth, [None] * depth, chained)]
         self._before: list[_Reading] = []
-        self._round: Round | None = None
-        self._has_rows = False
 
     def reading(self, member: Session) -> _Reading:
         return self._rows[next(b for b, known in enumerate(self.members) if known is member)]
@@ -314,35 +302,19 @@ class _Group(Group):
             self._round.abort()
             self._round, self._rows = None, self._before
 
-    def fits(self, other: _Group) -> bool:
-        """Whether both may draft together."""
-        if other is self or other._drafter is not self._drafter:
-            return False
-        return why_row_by_row(self._drafter.target) is None
+    @property
+    def _model(self) -> nn.Module:
+        return self._drafter.target
 
-    def join(self, other: _Group, slack: int) -> None:
-        for group in (self, other):
-            group._abort()
-            if not group._has_rows:
-                group.caches = [[rows_of(c, slack) for c in cache] for cache in group.caches]
-                group._has_rows = True
-        for ours, theirs in zip(self.caches, other.caches, strict=True):
-            join(ours, theirs)
+    @property
+    def _prompt_caches(self) -> list[list[Any]]:
+        return self.caches
+
+    def _take(self, other: _Group) -> None:
         self._rows += other._rows
-        self.members += other.members
-        for member in other.members:
-            member.group = self
 
-    def leave(self, member: Session) -> None:
-        stay = [b for b, known in enumerate(self.members) if known is not member]
-        if len(stay) == len(self.members):
-            return
-        self._abort()
-        if stay:
-            for cache in self.caches:
-                keep(cache, stay)
-            self._rows = [self._rows[b] for b in stay]
-            self.members = [self.members[b] for b in stay]
+    def _keep(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[b] for b in rows]
 
 
 def _plan(caches: list[list[Any]]) -> Plan:
