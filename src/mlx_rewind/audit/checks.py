@@ -1,0 +1,308 @@
+"""The checks of one prompt, each a comparison with plain decoding by mlx-lm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import cycle
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step as plain_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from ..cache.round import Round, check
+from ..draft.protocol import Drafter, Proposer
+from ..generate import generate_step
+from .chances import goodness_of_fit
+from .judge import Judge, Place, apart
+from .records import FAULT
+from .rounding import number, ulp
+from .runs import Plain, Planned, Walk, accept_lengths, spread, wrong
+from .state import clone, distances, parts
+
+_PREFILL = 2048
+#: Draws of the distribution test, and the chance of a false alarm that it takes.
+DRAWS, FALSE_ALARM = 200, 1e-6
+
+
+class Checks:
+    """Compares the runs of one model.
+
+    drafter    the user's own, None for none
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        judge: Judge,
+        vocab_size: int,
+        *,
+        drafter: Drafter | Proposer | None,
+        num_draft_tokens: int,
+        seed: int,
+    ) -> None:
+        self.model, self.judge, self.vocab_size = model, judge, vocab_size
+        self.drafter, self.num_draft_tokens, self.seed = drafter, num_draft_tokens, seed
+
+    # -- what rounding does ---------------------------------------------------------------------
+
+    def windows(self, at: Place, plain: Plain) -> None:
+        """Feeds plain decoding's text in windows, takes nothing back, and notes how far they are
+        from single steps: the noise that all other checks allow for."""
+        noise, walk = self.judge.bounds.noise, Walk(self.model, plain)
+        cache = self._prefilled(plain)
+        text, start = [plain.prompt[-1], *plain.tokens[:-1]], 0
+        sizes = cycle([self.num_draft_tokens + 1, *range(2, self.num_draft_tokens + 1)])
+        while start < len(text):
+            size = min(next(sizes), len(text) - start, self._fitting(cache))
+            logits = self._window(cache, text[start : start + size])
+            for position in range(start, start + size):
+                row = logits[position - start]
+                logprobs = row[None] - mx.logsumexp(row[None], keepdims=True)
+                distance = apart(logprobs[0], plain, position)
+                noise.logprobs = max(noise.logprobs, distance)
+                noise.gap = max(noise.gap, _change(plain.logits[position], row))
+                at.check.tokens += 1
+            start += size
+            stepped = walk.to(start - 1) if start > 1 else None
+            if walk.tokens != plain.tokens[: len(walk.tokens)]:
+                at.check.notes.append(f"prompt {at.prompt}: plain decoding is not repeatable here")
+                break
+            if stepped is not None:
+                found = distances(parts(cache), parts(stepped))
+                noise.see_state(found)
+                at.check.states += 1
+                cap = self.judge.bounds.cap
+                beyond = {part: x for part, x in found.items() if x > cap}
+                if self.judge.stray(at, start, beyond, "fed token by token"):
+                    break
+        walk.close()
+        at.check.logprobs, at.check.state = noise.logprobs, min(noise.state, 9.9)
+
+    # -- what rollback does ---------------------------------------------------------------------
+
+    def tails(self, at: Place, plain: Plain) -> None:
+        """Takes two different tails back from the same cache, at every accept length: what is left
+        must be the same to the bit on any machine, and as if they had never been fed."""
+        walk = Walk(self.model, plain)
+        most = self.num_draft_tokens
+        lengths = accept_lengths(most)
+        for position, accepted in zip(
+            spread(len(lengths), len(plain.tokens) - most - 1), lengths, strict=True
+        ):
+            cache = walk.to(position)
+            kept = min(accepted, self._fitting(cache) - 1) + 1
+            window = plain.tokens[position : position + self._fitting(cache, most + 1)]
+            left = []
+            for by in (1, 2):
+                tail = [wrong(token, self.vocab_size, by) for token in window[kept:]]
+                left.append(self._kept(clone(cache), [*window[:kept], *tail], kept))
+            found = distances(parts(left[0]), parts(left[1]))
+            beyond = {part: distance for part, distance in found.items() if distance > 0}
+            at.check.states += 1
+            if self.judge.stray(at, position, beyond, "fed another rejected tail"):
+                break
+            alone = clone(cache)
+            self._window(alone, window[:kept])
+            found = distances(parts(left[0]), parts(alone))
+            if self.judge.distances(at, position, found, "never fed the rejected tail"):
+                break
+        walk.close()
+
+    def forced(self, at: Place, plain: Plain) -> None:
+        """Speculates with every accept length in turn, and compares the caches after each round."""
+        plan = accept_lengths(self.num_draft_tokens)
+        accepted = self._speculate(at, plain, self._planned(plain, plan))
+        counts = " ".join(str(accepted[length]) for length in range(self.num_draft_tokens + 1))
+        at.check.notes.append(f"prompt {at.prompt}: rounds by accepted drafts, from 0 on: {counts}")
+
+    def drafter_run(self, at: Place, plain: Plain) -> None:
+        """Speculates with the user's drafter."""
+        assert self.drafter is not None
+        accepted = self._speculate(at, plain, self.drafter)
+        rounds, drafts = accepted.total(), sum(n * count for n, count in accepted.items())
+        at.check.notes.append(f"prompt {at.prompt}: {rounds} rounds, {drafts} drafts accepted")
+
+    # -- what a prompt cache carries on ---------------------------------------------------------
+
+    def reuse(self, at: Place, plain: Plain) -> None:
+        """Stops in the middle of a block, and goes on from the prompt cache: with mlx-lm itself,
+        and speculatively."""
+        cache, taken = make_prompt_cache(self.model), len(plain.tokens) // 2
+        plan = [self.num_draft_tokens, 0, self.num_draft_tokens]
+        steps = self._steps(plain, self._planned(plain, plan), cache)
+        for position in range(taken):
+            token, logprobs, _ = next(steps)
+            if self.judge.token(at, plain, position, token, logprobs):
+                steps.close()
+                return
+        steps.close()
+        copy, rest = clone(cache), len(plain.tokens) - taken
+        last = [plain.tokens[taken - 1]]
+        stock = plain_step(mx.array(last), self.model, max_tokens=rest, prompt_cache=copy)
+        pairs: Any = enumerate(stock, taken)
+        for position, (token, logprobs) in pairs:
+            if self.judge.token(at, plain, position, token, logprobs):
+                break
+        planned = Planned(plain.tokens[taken:], plan, 1, self.vocab_size)
+        more = generate_step(
+            last,
+            self.model,
+            drafter=planned,
+            num_draft_tokens=self.num_draft_tokens,
+            max_tokens=rest,
+            prompt_cache=cache,
+        )
+        self._follow(at, plain, more, cache, start=taken)
+
+    # -- random numbers -------------------------------------------------------------------------
+
+    def seeds(self, at: Place, plain: Plain) -> None:
+        """Draws with the same seed, plainly and speculatively."""
+        sampler = make_sampler(temp=1.0)
+        mx.random.seed(self.seed)
+        drawn = Plain.record(self.model, plain.prompt, len(plain.tokens), sampler)
+        drafter = self._planned(drawn, accept_lengths(self.num_draft_tokens))
+        mx.random.seed(self.seed)
+        steps = generate_step(
+            drawn.prompt,
+            self.model,
+            drafter=drafter,
+            num_draft_tokens=self.num_draft_tokens,
+            max_tokens=len(drawn.tokens),
+            sampler=sampler,
+        )
+        for position, (token, logprobs, _) in enumerate(steps):
+            if self.judge.draw(at, drawn, position, token, logprobs):
+                break
+
+    def distribution(self, at: Place, plain: Plain) -> None:
+        """Draws two tokens many times, the likeliest one drafted, and compares how often each came
+        with the target's probabilities: a chi-square test for each of the two."""
+        temperature = _temperature(plain.logprobs[0])
+        likeliest = plain.tokens[0]
+        laws = [_law(logprobs, temperature) for logprobs in plain.logprobs[:2]]
+        counts: list[Counter[int]] = [Counter(), Counter()]
+        prefilled = self._prefilled(plain)
+        mx.random.seed(self.seed)
+        for _ in range(DRAWS):
+            steps = generate_step(
+                plain.prompt[-1:],
+                self.model,
+                drafter=Planned([likeliest], [1], 1, self.vocab_size),
+                num_draft_tokens=1,
+                max_tokens=2,
+                sampler=make_sampler(temp=temperature),
+                prompt_cache=clone(prefilled),
+            )
+            first, second = (token for token, *_ in steps)
+            counts[0][first] += 1
+            if first == likeliest:
+                counts[1][second] += 1
+        for position, law in enumerate(laws):
+            drawn = [counts[position][token] for token in range(len(law))]
+            chance, bins = goodness_of_fit(drawn, law)
+            at.check.tokens += sum(drawn)
+            at.check.notes.append(
+                f"prompt {at.prompt}, token {position + 1} at temperature {temperature:g}: "
+                f"{sum(drawn)} draws in {bins} bins, chance {chance:.2g}"
+            )
+            if chance < FALSE_ALARM:
+                detail = f"the tokens drawn are not of the target's law (chance {chance:.1e})"
+                at.add(FAULT, position, detail)
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _planned(self, plain: Plain, plan: list[int]) -> Planned:
+        return Planned(plain.tokens, plan, len(plain.prompt), self.vocab_size)
+
+    def _steps(self, plain: Plain, drafter: Drafter | Proposer, cache: list[Any]) -> Any:
+        return generate_step(
+            plain.prompt,
+            self.model,
+            drafter=drafter,
+            num_draft_tokens=self.num_draft_tokens,
+            max_tokens=len(plain.tokens),
+            prompt_cache=cache,
+        )
+
+    def _speculate(self, at: Place, plain: Plain, drafter: Drafter | Proposer) -> Counter[int]:
+        cache: list[Any] = make_prompt_cache(self.model)
+        return self._follow(at, plain, self._steps(plain, drafter, cache), cache)
+
+    def _follow(
+        self, at: Place, plain: Plain, steps: Any, cache: list[Any], start: int = 0
+    ) -> Counter[int]:
+        """Compares every token, and the caches at the end of every round, with plain decoding.
+
+        Returns how many rounds accepted how many drafts.
+        """
+        walk, accepted, drafted = Walk(self.model, plain), Counter[int](), 0
+        for position, (token, logprobs, from_draft) in enumerate(steps, start):
+            if self.judge.token(at, plain, position, token, logprobs):
+                break
+            drafted += from_draft
+            if from_draft:
+                continue
+            accepted[drafted] += 1
+            drafted = 0
+            theirs = walk.to(position) if position else None
+            if theirs is None or walk.tokens != plain.tokens[:position]:
+                continue
+            if self.judge.state(at, position, cache, theirs):
+                break
+        steps.close()
+        walk.close()
+        return accepted
+
+    def _prefilled(self, plain: Plain) -> list[Any]:
+        """A fresh cache, fed the prompt but for its last token, as mlx-lm does."""
+        cache: list[Any] = make_prompt_cache(self.model)
+        prompt = plain.prompt[:-1]
+        for start in range(0, len(prompt), _PREFILL):
+            self.model(mx.array([prompt[start : start + _PREFILL]]), cache=cache)
+            mx.eval([entry.state for entry in cache])
+        return cache
+
+    def _fitting(self, cache: list[Any], size: int | None = None) -> int:
+        """The longest window, up to `size`, that a verify may feed to `cache`."""
+        plan = check(self.model, cache)
+        size = self.num_draft_tokens + 1 if size is None else size
+        return size if plan.draft_end is None else max(1, min(size, plan.draft_end - plan.offset))
+
+    def _window(self, cache: list[Any], tokens: list[int]) -> mx.array:
+        """Feeds tokens of which none is taken back; returns logits [S, V]."""
+        steps = 1 if len(tokens) == 1 else None
+        this = Round(self.model, cache, single_steps=steps).open()
+        logits = self.model(mx.array([tokens]), cache=cache)
+        this.seal()
+        this.release()
+        return logits[0]
+
+    def _kept(self, cache: list[Any], tokens: list[int], kept: int) -> list[Any]:
+        """The cache after a round that fed `tokens` and kept some."""
+        with Round(self.model, cache) as this:
+            self.model(mx.array([tokens]), cache=cache)
+            this.commit(kept)
+        return cache
+
+
+def _change(logits: mx.array, window: mx.array) -> float:
+    """How much the gap of the two best candidates differs, in units in the last place."""
+    best = mx.argpartition(-logits, 1)[:2]
+    step, block = logits[best].astype(mx.float32), window[best].astype(mx.float32)
+    change = number(mx.abs((step[0] - step[1]) - (block[0] - block[1])))
+    return change / ulp(number(mx.abs(step).max()), logits.dtype)
+
+
+def _temperature(logprobs: mx.array) -> float:
+    """A power of two at which about half of the draws are the likeliest token."""
+    powers = [2.0**n for n in range(-4, 7)]
+    return min(powers, key=lambda power: abs(max(_law(logprobs, power)) - 0.5))
+
+
+def _law(logprobs: mx.array, temperature: float) -> list[float]:
+    law: Any = mx.softmax(logprobs.astype(mx.float32) / temperature).tolist()
+    return law

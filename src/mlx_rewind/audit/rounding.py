@@ -1,0 +1,114 @@
+"""What rounding explains, and what it does not.
+
+A window of several tokens may be summed in another order than single steps. How far that goes on
+this machine is measured: the model is fed its own text in windows of which nothing is taken back,
+so that no rollback is involved, and compared with single steps. A speculative run that is further
+from plain decoding than some multiple of this is at fault.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..cache.probe import walk
+from ..cache.slots import is_own_class
+from ..cache.undo import stock_class
+from ..target import BITWISE, TOKEN
+from .state import Part
+
+#: A run may be this many times as far from plain decoding as undisturbed windows were seen to be.
+SLACK = 8
+#: The smallest bound on the gap of two candidates, in units in the last place of the logits.
+LEAST_GAP = 2.0
+
+
+def ulp(value: float, dtype: mx.Dtype) -> float:
+    """The unit in the last place of `value` in a floating dtype."""
+    eps = float(mx.finfo(dtype).eps)
+    exponent = math.frexp(abs(value))[1] - 1 if value else -126
+    return math.ldexp(eps, exponent)
+
+
+def number(x: mx.array) -> float:
+    """A scalar on the host."""
+    value: Any = x.item()
+    return float(value)
+
+
+def gap(logits: mx.array, first: int, second: int) -> float:
+    """How far apart two candidates are in logits [V], in units in the last place of the larger."""
+    a, b = (number(logits[token]) for token in (first, second))
+    return abs(a - b) / ulp(max(abs(a), abs(b)), logits.dtype)
+
+
+@dataclass
+class Noise:
+    """How far undisturbed windows are from single steps, the largest seen.
+
+    logprobs    difference of a logprob, over the largest logit of its row
+    gap         change of the gap of the two best candidates, in units in the last place
+    states      difference of a number in an array of a cache, over the largest in the array
+    """
+
+    logprobs: float = 0.0
+    gap: float = 0.0
+    states: dict[Part, float] = field(default_factory=dict)
+
+    @property
+    def state(self) -> float:
+        return max(self.states.values(), default=0.0)
+
+    def see_state(self, distances: dict[Part, float]) -> None:
+        for part, distance in distances.items():
+            self.states[part] = max(distance, self.states.get(part, 0.0))
+
+
+@dataclass
+class Bounds:
+    """The largest differences that rounding explains.
+
+    floor    allowed whatever was measured: what the level of exactness says
+    cap      never allowed, however far windows are from single steps
+    """
+
+    noise: Noise
+    floor: float
+    cap: float
+
+    @classmethod
+    def of(cls, model: nn.Module, cache: list[Any], level: str) -> Bounds:
+        eps = _precision(model, cache)
+        floor = {BITWISE: 0.0, TOKEN: 1e-5}.get(level, 64 * eps)
+        return cls(Noise(), floor, cap=1e-3 if eps < 1e-6 else 0.25)
+
+    @property
+    def logprobs(self) -> float:
+        return self._bound(self.noise.logprobs)
+
+    @property
+    def gap(self) -> float:
+        return max(LEAST_GAP, 2 * self.noise.gap)
+
+    def state(self, part: Part) -> float:
+        measured = self.noise.states.get(part, 0.0)
+        if self.noise.state:  # windows do round here, if not in this very array
+            measured = max(measured, self.noise.state / SLACK)
+        return self._bound(measured)
+
+    def _bound(self, measured: float) -> float:
+        return min(self.cap, max(self.floor, SLACK * measured))
+
+
+def _precision(model: nn.Module, cache: list[Any]) -> float:
+    """Relative spacing of the coarsest numbers that the model or its caches keep."""
+    if any(is_own_class(stock_class(entry)) for _, entry in walk(cache)):
+        return 0.125  # of fp8
+    weights: Any = tree_flatten(model.parameters())
+    floats = {x.dtype for _, x in weights if mx.issubdtype(x.dtype, mx.floating)}
+    return max((float(mx.finfo(dtype).eps) for dtype in floats), default=0.0)
