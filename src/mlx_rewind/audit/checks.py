@@ -66,18 +66,17 @@ class Checks:
                 noise.gap = max(noise.gap, _change(plain.logits[position], row))
                 at.check.tokens += 1
             start += size
-            stepped = walk.to(start - 1) if start > 1 else None
+            stepped = walk.to(start - 1) if start > 1 else self._prefilled(plain, last=True)
             if walk.tokens != plain.tokens[: len(walk.tokens)]:
                 at.check.notes.append(f"prompt {at.prompt}: plain decoding is not repeatable here")
                 break
-            if stepped is not None:
-                found = distances(parts(cache), parts(stepped))
-                noise.see_state(found)
-                at.check.states += 1
-                cap = self.judge.bounds.cap
-                beyond = {part: x for part, x in found.items() if x > cap}
-                if self.judge.stray(at, start, beyond, "fed token by token"):
-                    break
+            found = distances(parts(cache), parts(stepped))
+            noise.see_state(found)
+            at.check.states += 1
+            cap = self.judge.bounds.cap
+            beyond = {part: x for part, x in found.items() if x > cap}
+            if self.judge.stray(at, start, beyond, "fed token by token"):
+                break
         walk.close()
         at.check.logprobs, at.check.state = noise.logprobs, min(noise.state, 9.9)
 
@@ -248,8 +247,8 @@ class Checks:
                 continue
             accepted[drafted] += 1
             drafted = 0
-            theirs = walk.to(position) if position else None
-            if theirs is None or walk.tokens != plain.tokens[:position]:
+            theirs = walk.to(position) if position else self._prefilled(plain, last=True)
+            if walk.tokens != plain.tokens[:position]:
                 continue
             if self.judge.state(at, position, cache, theirs):
                 break
@@ -257,12 +256,13 @@ class Checks:
         walk.close()
         return accepted
 
-    def _prefilled(self, plain: Plain) -> list[Any]:
-        """A fresh cache, fed the prompt but for its last token, as mlx-lm does."""
+    def _prefilled(self, plain: Plain, *, last: bool = False) -> list[Any]:
+        """A fresh cache, fed the prompt but for its last token, as mlx-lm does; or that one too."""
         cache: list[Any] = make_prompt_cache(self.model)
         prompt = plain.prompt[:-1]
-        for start in range(0, len(prompt), _PREFILL):
-            self.model(mx.array([prompt[start : start + _PREFILL]]), cache=cache)
+        chunks = [prompt[start : start + _PREFILL] for start in range(0, len(prompt), _PREFILL)]
+        for chunk in [*chunks, *([plain.prompt[-1:]] if last else [])]:
+            self.model(mx.array([chunk]), cache=cache)
             mx.eval([entry.state for entry in cache])
         return cache
 
