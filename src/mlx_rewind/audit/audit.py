@@ -73,8 +73,9 @@ def audit(
     found, plains = _run(checks, judge, ids, max_tokens, progress or (lambda *_: None))
     return Report(
         exactness=level,
-        device=str(mx.default_device()),
+        device="cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu",
         logits_dtype=str(plains[0].logits[0].dtype).removeprefix("mlx.core."),
+        gap_bound=judge.bounds.gap,
         prompts=len(ids),
         max_tokens=max_tokens,
         num_draft_tokens=num_draft_tokens,
@@ -88,13 +89,13 @@ def _run(
     checks: Checks, judge: Judge, ids: list[list[int]], max_tokens: int, progress: Progress
 ) -> tuple[list[Check], list[Plain]]:
     of_one = {
-        WINDOWS: ("windows of mlx-lm against its single steps; nothing taken back", checks.windows),
-        "tails": ("caches after two rejected tails of every length", checks.tails),
-        FORCED: ("every accept length forced, caches after every round", checks.forced),
-        DRAFTER: ("the drafter, caches after every round", checks.drafter_run),
-        "reuse": ("stopped inside a block, gone on from the prompt cache", checks.reuse),
-        "seeds": ("sampling with one seed", checks.seeds),
-        DISTRIBUTION: ("how often each token is drawn, chi-square", checks.distribution),
+        WINDOWS: ("windows that keep all their tokens", checks.windows),
+        "tails": ("caches after two rejected tails", checks.tails),
+        FORCED: ("every length forced; each round's caches", checks.forced),
+        DRAFTER: ("text and each round's caches", checks.drafter_run),
+        "reuse": ("text after a stop, from the cache", checks.reuse),
+        "seeds": ("draws with one seed", checks.seeds),
+        DISTRIBUTION: ("how often tokens are drawn", checks.distribution),
     }
     if checks.drafter is None:
         del of_one[DRAFTER]
@@ -112,7 +113,7 @@ def _run(
             run(Place(found[-1], i), plain)
             done += 1
     progress(done, total, BATCH)
-    found.append(Check(BATCH, "rows of a batch that accept, join and leave differently"))
+    found.append(Check(BATCH, "uneven rows of one batch"))
     drafters = [] if checks.drafter is None else [checks.drafter]
     neighbours(found[-1], checks.model, judge, plains, drafters, checks.num_draft_tokens)
     progress(total, total, "")

@@ -61,24 +61,28 @@ class Checks:
             for position in range(start, start + size):
                 row = logits[position - start]
                 logprobs = row[None] - mx.logsumexp(row[None], keepdims=True)
-                distance = apart(logprobs[0], plain, position)
-                noise.logprobs = max(noise.logprobs, distance)
-                noise.gap = max(noise.gap, _change(plain.logits[position], row))
                 at.check.tokens += 1
+                distance = apart(logprobs[0], plain, position)
+                if distance > self.judge.bounds.cap:
+                    detail = f"a window gives logprobs {distance:.1e} away from single steps"
+                    at.add(FAULT, position, detail)
+                    walk.close()
+                    return
+                noise.see_logits(distance, _change(plain.logits[position], row))
             start += size
             stepped = walk.to(start - 1) if start > 1 else self._prefilled(plain, last=True)
             if walk.tokens != plain.tokens[: len(walk.tokens)]:
                 at.check.notes.append(f"prompt {at.prompt}: plain decoding is not repeatable here")
                 break
             found = distances(parts(cache), parts(stepped))
-            noise.see_state(found)
             at.check.states += 1
             cap = self.judge.bounds.cap
             beyond = {part: x for part, x in found.items() if x > cap}
             if self.judge.stray(at, start, beyond, "fed token by token"):
                 break
+            noise.see_state(found)
         walk.close()
-        at.check.logprobs, at.check.state = noise.logprobs, min(noise.state, 9.9)
+        at.check.logprobs, at.check.state = noise.logprobs, noise.state
 
     # -- what rollback does ---------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class Report:
 
     exactness       the level that runs of this model promise here (docs/exactness.md)
     logits_dtype    the dtype whose last place gaps are counted in
+    gap_bound       candidates closer than this may change places by rounding, in these units
     prompts         prompts audited
     checks          in the order in which they ran
     """
@@ -80,6 +81,7 @@ class Report:
     exactness: str
     device: str
     logits_dtype: str
+    gap_bound: float
     prompts: int
     max_tokens: int
     num_draft_tokens: int

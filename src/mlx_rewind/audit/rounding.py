@@ -64,6 +64,9 @@ class Noise:
     def state(self) -> float:
         return max(self.states.values(), default=0.0)
 
+    def see_logits(self, distance: float, change: float) -> None:
+        self.logprobs, self.gap = max(self.logprobs, distance), max(self.gap, change)
+
     def see_state(self, distances: dict[Part, float]) -> None:
         for part, distance in distances.items():
             self.states[part] = max(distance, self.states.get(part, 0.0))
