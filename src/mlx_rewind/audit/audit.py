@@ -114,7 +114,8 @@ def _run(
             done += 1
     progress(done, total, BATCH)
     found.append(Check(BATCH, "uneven rows of one batch"))
-    drafters = [] if checks.drafter is None else [checks.drafter]
-    neighbours(found[-1], checks.model, judge, plains, drafters, checks.num_draft_tokens)
+    neighbours(
+        found[-1], checks.model, judge.bounds, plains, checks.drafter, checks.num_draft_tokens
+    )
     progress(total, total, "")
     return found, plains

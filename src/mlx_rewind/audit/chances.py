@@ -26,11 +26,13 @@ def pooled(expected: Sequence[float], least: float = 5.0) -> list[list[int]]:
     """Outcomes in bins of at least `least` expected draws each, in the order of their chances."""
     bins: list[list[int]] = []
     filling: list[int] = []
+    held = 0.0
     for i in sorted(range(len(expected)), key=lambda i: -expected[i]):
         filling.append(i)
-        if sum(expected[j] for j in filling) >= least:
+        held += expected[i]
+        if held >= least:
             bins.append(filling)
-            filling = []
+            filling, held = [], 0.0
     if not bins:
         return [filling]
     bins[-1] += filling

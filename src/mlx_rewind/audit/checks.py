@@ -18,7 +18,7 @@ from ..generate import generate_step
 from .chances import goodness_of_fit
 from .judge import Judge, Place, apart
 from .records import FAULT
-from .rounding import number, ulp
+from .rounding import change, number
 from .runs import Plain, Planned, Walk, accept_lengths, spread, wrong
 from .state import clone, distances, parts
 
@@ -68,7 +68,7 @@ class Checks:
                     at.add(FAULT, position, detail)
                     walk.close()
                     return
-                noise.see_logits(distance, _change(plain.logits[position], row))
+                noise.see_logits(distance, change(plain.logits[position], row))
             start += size
             stepped = walk.to(start - 1) if start > 1 else self._prefilled(plain, last=True)
             if walk.tokens != plain.tokens[: len(walk.tokens)]:
@@ -293,18 +293,11 @@ class Checks:
         return cache
 
 
-def _change(logits: mx.array, window: mx.array) -> float:
-    """How much the gap of the two best candidates differs, in units in the last place."""
-    best = mx.argpartition(-logits, 1)[:2]
-    step, block = logits[best].astype(mx.float32), window[best].astype(mx.float32)
-    change = number(mx.abs((step[0] - step[1]) - (block[0] - block[1])))
-    return change / ulp(number(mx.abs(step).max()), logits.dtype)
-
-
 def _temperature(logprobs: mx.array) -> float:
     """A power of two at which about half of the draws are the likeliest token."""
     powers = [2.0**n for n in range(-4, 7)]
-    return min(powers, key=lambda power: abs(max(_law(logprobs, power)) - 0.5))
+    best = [number(mx.softmax(logprobs.astype(mx.float32) / power).max()) for power in powers]
+    return min(zip(powers, best, strict=True), key=lambda pair: abs(pair[1] - 0.5))[0]
 
 
 def _law(logprobs: mx.array, temperature: float) -> list[float]:

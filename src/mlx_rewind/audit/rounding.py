@@ -47,6 +47,15 @@ def gap(logits: mx.array, first: int, second: int) -> float:
     return abs(a - b) / ulp(max(abs(a), abs(b)), logits.dtype)
 
 
+def change(logits: mx.array, others: mx.array) -> float:
+    """How much the gap of the two best candidates of logits [V] is different in others [V], which
+    are logits or logprobs, in units in the last place of the logits."""
+    best = mx.argpartition(-logits, 1)[:2]
+    ours, theirs = logits[best].astype(mx.float32), others[best].astype(mx.float32)
+    moved = number(mx.abs((ours[0] - ours[1]) - (theirs[0] - theirs[1])))
+    return moved / ulp(number(mx.abs(ours).max()), logits.dtype)
+
+
 @dataclass
 class Noise:
     """How far undisturbed windows are from single steps, the largest seen.

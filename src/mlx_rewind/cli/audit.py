@@ -105,8 +105,8 @@ def print_report(console: Console, name: str, report: Report, tokenizer: Any) ->
     """One page: the checks, the differences, and the verdict."""
     console.print(
         f"{name} | drafter {report.draft_kind}, {report.num_draft_tokens} draft tokens | "
-        f"{report.prompts} prompts of {report.max_tokens} tokens | {report.device}, {report.logits_dtype} "
-        f"logits | promised: {report.exactness}",
+        f"{report.prompts} prompts of {report.max_tokens} tokens | {report.device}, "
+        f"{report.logits_dtype} logits | promised: {report.exactness}",
         soft_wrap=True,
     )
     table = Table()
