@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..draft.protocol import Drafter, kind_of
-from ..engine import Engine, Handle, Request
+from ..engine import Engine
 from ..generate import encode
+from ..request import Handle, Request
 
 #: What a line may set for its own prompt, and the type of it.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
