@@ -577,8 +577,8 @@ def test_progress_is_told_and_nothing_printed(
     options = ConvertOptions(**TRUNK, mtp_q_bits=8)
     convert(SHIPPED, out, options, lambda *call: calls.append(call))
     assert [stage for _, _, stage in calls] == ["load", "save", "head", "check", "done"]
-    assert [done for _, done, _ in calls] == [0, 1, 2, 3, 4]
-    assert {total for _, _, total in calls} == {4}
+    assert [done for done, _, _ in calls] == [0, 1, 2, 3, 4]
+    assert {total for _, total, _ in calls} == {4}
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
