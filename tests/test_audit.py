@@ -19,7 +19,7 @@ import test_openblas
 import test_sabotage
 import zoo
 from mlx_rewind import DraftMismatchError, UnsupportedModelError, cli
-from mlx_rewind.audit import Check, Report, audit, checks
+from mlx_rewind.audit import Check, Report, audit, sampled
 from mlx_rewind.audit.chances import chi_square_tail, goodness_of_fit, pooled
 from mlx_rewind.audit.judge import Judge, Place
 from mlx_rewind.audit.rounding import Bounds, Noise, gap, ulp
@@ -33,7 +33,7 @@ PROMPT = zoo.PROMPTS[1]
 @pytest.fixture(autouse=True)
 def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the law has its own number."""
-    monkeypatch.setattr(checks, "DRAWS", 10)
+    monkeypatch.setattr(sampled, "DRAWS", 5)
 
 
 def audited(model: nn.Module, *prompts: list[int], **options: Any) -> Report:
@@ -409,11 +409,11 @@ def test_goodness_of_fit() -> None:
 @pytest.mark.parametrize("wrong", [False, True])
 def test_draws_of_another_law_are_a_fault(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is kept although the target drew another token."""
-    monkeypatch.setattr(checks, "DRAWS", 150)
+    monkeypatch.setattr(sampled, "DRAWS", 150)
     model = zoo.build("llama")
     plain, check = Plain.record(model, PROMPT, 2), Check("distribution", "")
     if wrong:
-        stock, turn = checks.generate_step, itertools.count()
+        stock, turn = sampled.generate_step, itertools.count()
 
         def biased(*args: Any, **kwargs: Any) -> Any:
             steps = list(stock(*args, **kwargs))
@@ -421,13 +421,13 @@ def test_draws_of_another_law_are_a_fault(wrong: bool, monkeypatch: pytest.Monke
             kept = next(turn) % 2 == 0
             return [(likeliest, *steps[0][1:]), *steps[1:]] if kept else steps
 
-        monkeypatch.setattr(checks, "generate_step", biased)
+        monkeypatch.setattr(sampled, "generate_step", biased)
     judge = Judge(Bounds(Noise(), 0, 0))
-    runs = checks.Checks(model, judge, 97, drafter=None, num_draft_tokens=4, seed=0)
+    runs = sampled.Sampled(model, judge, 97, num_draft_tokens=4, seed=0)
     runs.distribution(Place(check, 0), plain)
     assert {d.kind for d in check.differences} == ({"fault"} if wrong else set())
     assert (0 in [d.position for d in check.differences]) == wrong
-    assert len(check.notes) == 2
+    assert len(check.notes) == 6
 
 
 # --- what is refused -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .neighbours import neighbours
 from .records import Check, Report
 from .rounding import Bounds
 from .runs import Plain
+from .sampled import Sampled
 
 #: progress(done, total, what is next)
 Progress = Callable[[int, int, str], None]
@@ -68,9 +69,9 @@ def audit(
         target.vocab_size,
         drafter=drafter,
         num_draft_tokens=num_draft_tokens,
-        seed=seed,
     )
-    found, plains = _run(checks, judge, ids, max_tokens, progress or (lambda *_: None))
+    sampled = Sampled(model, judge, target.vocab_size, num_draft_tokens, seed)
+    found, plains = _run(checks, sampled, ids, max_tokens, progress or (lambda *_: None))
     return Report(
         exactness=level,
         device="cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu",
@@ -86,7 +87,7 @@ def audit(
 
 
 def _run(
-    checks: Checks, judge: Judge, ids: list[list[int]], max_tokens: int, progress: Progress
+    checks: Checks, sampled: Sampled, ids: list[list[int]], max_tokens: int, progress: Progress
 ) -> tuple[list[Check], list[Plain]]:
     of_one = {
         WINDOWS: ("windows that keep all their tokens", checks.windows),
@@ -94,8 +95,8 @@ def _run(
         FORCED: ("every length forced; each round's caches", checks.forced),
         DRAFTER: ("text and each round's caches", checks.drafter_run),
         "reuse": ("text after a stop, from the cache", checks.reuse),
-        "seeds": ("draws with one seed", checks.seeds),
-        DISTRIBUTION: ("how often tokens are drawn", checks.distribution),
+        "seeds": ("draws with one seed", sampled.seeds),
+        DISTRIBUTION: ("how often tokens are drawn", sampled.distribution),
     }
     if checks.drafter is None:
         del of_one[DRAFTER]
@@ -115,7 +116,12 @@ def _run(
     progress(done, total, BATCH)
     found.append(Check(BATCH, "uneven rows of one batch"))
     neighbours(
-        found[-1], checks.model, judge.bounds, plains, checks.drafter, checks.num_draft_tokens
+        found[-1],
+        checks.model,
+        checks.judge.bounds,
+        plains,
+        checks.drafter,
+        checks.num_draft_tokens,
     )
     progress(total, total, "")
     return found, plains

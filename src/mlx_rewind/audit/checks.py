@@ -10,21 +10,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step as plain_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from ..cache.round import Round, check
 from ..draft.protocol import Drafter, Proposer
 from ..generate import generate_step
-from .chances import goodness_of_fit
 from .judge import Judge, Place, apart
 from .records import FAULT
-from .rounding import change, number
-from .runs import Plain, Planned, Walk, accept_lengths, spread, wrong
+from .rounding import change
+from .runs import Plain, Planned, Walk, accept_lengths, prefilled, spread, wrong
 from .state import clone, distances, parts
-
-_PREFILL = 2048
-#: Draws of the distribution test, and the chance of a false alarm that it takes.
-DRAWS, FALSE_ALARM = 200, 1e-6
 
 
 class Checks:
@@ -41,10 +35,9 @@ class Checks:
         *,
         drafter: Drafter | Proposer | None,
         num_draft_tokens: int,
-        seed: int,
     ) -> None:
         self.model, self.judge, self.vocab_size = model, judge, vocab_size
-        self.drafter, self.num_draft_tokens, self.seed = drafter, num_draft_tokens, seed
+        self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
 
     # -- what rounding does ---------------------------------------------------------------------
 
@@ -52,7 +45,7 @@ class Checks:
         """Feeds plain decoding's text in windows, takes nothing back, and notes how far they are
         from single steps: the noise that all other checks allow for."""
         noise, walk = self.judge.bounds.noise, Walk(self.model, plain)
-        cache = self._prefilled(plain)
+        cache = prefilled(self.model, plain.prompt)
         text, start = [plain.prompt[-1], *plain.tokens[:-1]], 0
         sizes = cycle([self.num_draft_tokens + 1, *range(2, self.num_draft_tokens + 1)])
         while start < len(text):
@@ -70,7 +63,7 @@ class Checks:
                     return
                 noise.see_logits(distance, change(plain.logits[position], row))
             start += size
-            stepped = walk.to(start - 1) if start > 1 else self._prefilled(plain, last=True)
+            stepped = walk.to(start - 1)
             if walk.tokens != plain.tokens[: len(walk.tokens)]:
                 at.check.notes.append(f"prompt {at.prompt}: plain decoding is not repeatable here")
                 break
@@ -160,62 +153,6 @@ class Checks:
         )
         self._follow(at, plain, more, cache, start=taken)
 
-    # -- random numbers -------------------------------------------------------------------------
-
-    def seeds(self, at: Place, plain: Plain) -> None:
-        """Draws with the same seed, plainly and speculatively."""
-        sampler = make_sampler(temp=1.0)
-        mx.random.seed(self.seed)
-        drawn = Plain.record(self.model, plain.prompt, len(plain.tokens), sampler)
-        drafter = self._planned(drawn, accept_lengths(self.num_draft_tokens))
-        mx.random.seed(self.seed)
-        steps = generate_step(
-            drawn.prompt,
-            self.model,
-            drafter=drafter,
-            num_draft_tokens=self.num_draft_tokens,
-            max_tokens=len(drawn.tokens),
-            sampler=sampler,
-        )
-        for position, (token, logprobs, _) in enumerate(steps):
-            if self.judge.draw(at, drawn, position, token, logprobs):
-                break
-
-    def distribution(self, at: Place, plain: Plain) -> None:
-        """Draws two tokens many times, the likeliest one drafted, and compares how often each came
-        with the target's probabilities: a chi-square test for each of the two."""
-        temperature = _temperature(plain.logprobs[0])
-        likeliest = plain.tokens[0]
-        laws = [_law(logprobs, temperature) for logprobs in plain.logprobs[:2]]
-        counts: list[Counter[int]] = [Counter(), Counter()]
-        prefilled = self._prefilled(plain)
-        mx.random.seed(self.seed)
-        for _ in range(DRAWS):
-            steps = generate_step(
-                plain.prompt[-1:],
-                self.model,
-                drafter=Planned([likeliest], [1], 1, self.vocab_size),
-                num_draft_tokens=1,
-                max_tokens=2,
-                sampler=make_sampler(temp=temperature),
-                prompt_cache=clone(prefilled),
-            )
-            first, second = (token for token, *_ in steps)
-            counts[0][first] += 1
-            if first == likeliest:
-                counts[1][second] += 1
-        for position, law in enumerate(laws):
-            drawn = [counts[position][token] for token in range(len(law))]
-            chance, bins = goodness_of_fit(drawn, law)
-            at.check.tokens += sum(drawn)
-            at.check.notes.append(
-                f"prompt {at.prompt}, token {position + 1} at temperature {temperature:g}: "
-                f"{sum(drawn)} draws in {bins} bins, chance {chance:.2g}"
-            )
-            if chance < FALSE_ALARM:
-                detail = f"the tokens drawn are not of the target's law (chance {chance:.1e})"
-                at.add(FAULT, position, detail)
-
     # -- parts ----------------------------------------------------------------------------------
 
     def _planned(self, plain: Plain, plan: list[int]) -> Planned:
@@ -251,7 +188,7 @@ class Checks:
                 continue
             accepted[drafted] += 1
             drafted = 0
-            theirs = walk.to(position) if position else self._prefilled(plain, last=True)
+            theirs = walk.to(position)
             if walk.tokens != plain.tokens[:position]:
                 continue
             if self.judge.state(at, position, cache, theirs):
@@ -259,16 +196,6 @@ class Checks:
         steps.close()
         walk.close()
         return accepted
-
-    def _prefilled(self, plain: Plain, *, last: bool = False) -> list[Any]:
-        """A fresh cache, fed the prompt but for its last token, as mlx-lm does; or that one too."""
-        cache: list[Any] = make_prompt_cache(self.model)
-        prompt = plain.prompt[:-1]
-        chunks = [prompt[start : start + _PREFILL] for start in range(0, len(prompt), _PREFILL)]
-        for chunk in [*chunks, *([plain.prompt[-1:]] if last else [])]:
-            self.model(mx.array([chunk]), cache=cache)
-            mx.eval([entry.state for entry in cache])
-        return cache
 
     def _fitting(self, cache: list[Any], size: int | None = None) -> int:
         """The longest window, up to `size`, that a verify may feed to `cache`."""
@@ -291,15 +218,3 @@ class Checks:
             self.model(mx.array([tokens]), cache=cache)
             this.commit(kept)
         return cache
-
-
-def _temperature(logprobs: mx.array) -> float:
-    """A power of two at which about half of the draws are the likeliest token."""
-    powers = [2.0**n for n in range(-4, 7)]
-    best = [number(mx.softmax(logprobs.astype(mx.float32) / power).max()) for power in powers]
-    return min(zip(powers, best, strict=True), key=lambda pair: abs(pair[1] - 0.5))[0]
-
-
-def _law(logprobs: mx.array, temperature: float) -> list[float]:
-    law: Any = mx.softmax(logprobs.astype(mx.float32) / temperature).tolist()
-    return law

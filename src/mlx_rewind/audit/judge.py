@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from .records import FAULT, NEAR_TIE, Check, Difference
-from .rounding import Bounds, gap, number
+from .rounding import Bounds, gap, number, ulp
 from .runs import Plain
 from .state import Part, distances, parts, relative
 
@@ -54,23 +55,41 @@ class Judge:
         )
 
     def draw(
-        self, at: Place, plain: Plain, position: int, token: int, logprobs: mx.array
+        self,
+        at: Place,
+        plain: Plain,
+        position: int,
+        token: int,
+        logprobs: mx.array,
+        scores: Callable[[mx.array, int], mx.array] | None,
     ) -> Difference | None:
         """Compares a token that was drawn, with the same random numbers, and its logprobs [V].
 
-        Where the logprobs differ by rounding, a draw between two candidates may tip over.
+        Where the logprobs differ by rounding, a draw between two candidates may tip over: if these
+        are no further apart than the rounding of both, with the noise of the draw added.
+
+        scores    scores(logprobs, position) adds that noise, at temperature 1; None if not known
         """
         distance = self._logprobs(at, plain, position, logprobs)
         expected = plain.tokens[position]
         if token == expected:
             return self._numbers(at, position, distance)
+        apart, bound = None, None
+        if scores is not None:
+            unit = ulp(number(largest(plain.logits[position])), plain.logits[position].dtype)
+            noisy = scores(plain.logprobs[position], position)
+            apart = number(mx.abs(noisy[expected] - noisy[token])) / unit
+            bound = 2 * distance * number(largest(plain.logits[position])) / unit + 1
+        tied = 0 < distance <= self.bounds.logprobs
+        tied = tied and (apart is None or bound is None or apart <= bound)
         return at.add(
-            NEAR_TIE if 0 < distance <= self.bounds.logprobs else FAULT,
+            NEAR_TIE if tied else FAULT,
             position,
             f"drew token {token} instead of {expected}, logprobs {distance:.1e} apart",
             plain=expected,
             speculative=token,
-            gap=gap(plain.logits[position], expected, token),
+            gap=apart,
+            bound=bound,
         )
 
     def state(

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..draft.protocol import Drafter, Proposer
-from ..engine import Engine, Request
+from ..engine import Engine
+from ..request import Request
 from .judge import Judge, Place, apart
 from .records import FAULT, Check
 from .rounding import Bounds, Noise, change
-from .runs import Plain, Planned, accept_lengths
+from .runs import PREFILL, Plain, Planned, accept_lengths
 
-_PREFILL = 2048
 _ROWS = 4
 
 #: A request, and the index of its prompt.
@@ -104,7 +104,7 @@ def _run(model: nn.Module, entries: list[Entry]) -> Iterator[tuple[int, int, int
     """
     most = max(request.num_draft_tokens for request, _ in entries)
     engine = Engine(
-        model, max_rows=len(entries), prefill_step_size=_PREFILL, max_draft_tokens=max(16, most)
+        model, max_rows=len(entries), prefill_step_size=PREFILL, max_draft_tokens=max(16, most)
     )
     rows = {engine.submit(request).id: row for row, (request, _) in enumerate(entries)}
     emitted: Counter[int] = Counter()

@@ -18,7 +18,8 @@ class Difference:
     detail              what was got and what was expected, in one line
     plain, speculative  the two candidates, token ids; None where the tokens are equal
     gap                 how far apart plain decoding has these two, in units in the last place of
-                        the logits' dtype; None where the tokens are equal
+                        the logits' dtype, noise of a draw included; None where the tokens are
+                        equal, and for draws by a sampler whose noise is not known
     bound               the largest gap that rounding explains, in the same units
     layer, slot         the cache that differs: its index, with that of the child of a `CacheList`,
                         and what of it; None where no state was compared, or all of it is equal

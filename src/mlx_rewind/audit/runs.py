@@ -11,6 +11,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+#: Prompt tokens per forward: mlx-lm's default.
+PREFILL = 2048
+
 Sampler = Callable[[mx.array], mx.array]
 
 
@@ -59,6 +62,7 @@ class Walk:
     """
 
     def __init__(self, model: nn.Module, plain: Plain) -> None:
+        self._model, self._prompt = model, plain.prompt
         self.cache: list[Any] = make_prompt_cache(model)
         self.tokens: list[int] = []
         self.logprobs: list[mx.array] = []
@@ -67,10 +71,13 @@ class Walk:
         )
 
     def to(self, position: int) -> list[Any]:
-        """Goes on until the caches hold the prompt and `position` tokens, 1 or more, and not back.
+        """Caches that hold the prompt and `position` tokens; goes on as far as that, never back.
 
-        mlx-lm feeds a token before it hands it out, so that many have been handed out then.
+        mlx-lm feeds a token before it hands it out, so that many have been handed out then. It
+        never stands at 0: these caches are filled apart.
         """
+        if position == 0:
+            return prefilled(self._model, self._prompt, last=True)
         while len(self.tokens) < position:
             token, logprobs = next(self._steps)
             self.tokens.append(token)
@@ -79,6 +86,16 @@ class Walk:
 
     def close(self) -> None:
         self._steps.close()
+
+
+def prefilled(model: nn.Module, prompt: list[int], *, last: bool = False) -> list[Any]:
+    """A fresh cache, fed the prompt but for its last token, as mlx-lm does; or that one too."""
+    cache: list[Any] = make_prompt_cache(model)
+    chunks = [prompt[start:-1][:PREFILL] for start in range(0, len(prompt) - 1, PREFILL)]
+    for chunk in [*chunks, *([prompt[-1:]] if last else [])]:
+        model(mx.array([chunk]), cache=cache)
+        mx.eval([entry.state for entry in cache])
+    return cache
 
 
 @dataclass

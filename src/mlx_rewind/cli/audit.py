@@ -6,21 +6,18 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..audit import Difference, Report, audit
-from ..audit.audit import Progress
 from ..generate import encode
 from ..load import SHIPPED, held_out_prompts, load
 from .batch import read_prompts
 from .drafting import add_draft_options, draft_kind, drafter_for
 from .options import common_options, number
+from .progress import progress_bar
 
 _KINDS = ("code", "prose", "docs")
 _SHOWN = 10
@@ -59,7 +56,7 @@ def _audit(args: argparse.Namespace) -> int:
     )
     drafter = drafter_for(kind, args, model, tokenizer)
     texts = _shipped(tokenizer) if entries is None else [entry["prompt"] for entry in entries]
-    with _progress() as progress:
+    with progress_bar("audit") as progress:
         report = audit(
             model,
             [encode(tokenizer, text) for text in texts],
@@ -170,17 +167,3 @@ def _candidate(tokenizer: Any, token: int | None) -> str:
 
 def _text(tokenizer: Any, token: int | None) -> str | None:
     return None if token is None else str(tokenizer.decode([token]))
-
-
-@contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A progress bar over the checks, on a terminal only."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    with Bar(console=console, transient=True) as bar:
-        task = bar.add_task("audit", total=None)
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=what or "audit"
-        )
