@@ -209,6 +209,9 @@ def test_windows_that_round_otherwise_are_near_ties() -> None:
     report = audited(model, *zoo.PROMPTS[1:], max_tokens=48)
     assert (report.verdict, report.exactness) == ("near-ties", "bitwise")
     assert "no fault" in report.line
+    drawn = [d for d in report.differences if d.check == "seeds"]
+    assert all(d.kind == "near-tie" and (d.gap or 0) <= (d.bound or 0) for d in drawn)
+    assert any(d.gap for d in drawn)  # keyed draws, whose noise is known
     greedy = [d for d in report.differences if d.check != "seeds"]
     assert greedy
     for difference in greedy:

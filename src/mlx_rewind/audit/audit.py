@@ -115,13 +115,6 @@ def _run(
             done += 1
     progress(done, total, BATCH)
     found.append(Check(BATCH, "uneven rows of one batch"))
-    neighbours(
-        found[-1],
-        checks.model,
-        checks.judge.bounds,
-        plains,
-        checks.drafter,
-        checks.num_draft_tokens,
-    )
+    neighbours(found[-1], plains, checks)
     progress(total, total, "")
     return found, plains

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..draft.protocol import Drafter, Proposer
 from ..engine import Engine
 from ..request import Request
+from .checks import Checks
 from .judge import Judge, Place, apart
 from .records import FAULT, Check
 from .rounding import Bounds, Noise, change
@@ -26,16 +26,11 @@ _ROWS = 4
 Entry = tuple[Request, int]
 
 
-def neighbours(
-    check: Check,
-    model: nn.Module,
-    bounds: Bounds,
-    plains: list[Plain],
-    drafter: Drafter | Proposer | None,
-    num_draft_tokens: int,
-) -> None:
+def neighbours(check: Check, plains: list[Plain], checks: Checks) -> None:
     """Runs the prompts in one batch. Rows accept different numbers of drafts in the same round,
     leave at different times, and one of them does not speculate."""
+    model, bounds = checks.model, checks.judge.bounds
+    drafter, num_draft_tokens = checks.drafter, checks.num_draft_tokens
     noise = Noise(bounds.noise.logprobs, bounds.noise.gap)
     even = [_entry(plains, i, [num_draft_tokens], num_draft_tokens) for i in range(_ROWS)]
     if not _measure(check, model, noise, bounds.cap, plains, even):
