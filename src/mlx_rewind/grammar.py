@@ -28,6 +28,9 @@ from transformers import PreTrainedTokenizerFast
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+#: As much of a prompt is compared in every call; the grammar depends on none of it.
+_TAIL = 32
+
 _log = logging.getLogger("mlx_rewind")
 
 
@@ -129,21 +132,22 @@ class GrammarProcessor:
     def __init__(self, vocabulary: _Vocabulary, matcher: LLMatcher) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._prompt: list[int] | None = None
+        self._prompt: tuple[int, list[int]] | None = None  # its length and its end
         self._taken: list[int] = []
         self._parsed = 0  # of the taken tokens; the parser never reads an end token
 
     def __call__(self, tokens: mx.array | Sequence[int], logits: mx.array) -> mx.array:
         """As mlx-lm calls it. tokens [n], logits [1, V]; returns [1, V], masked."""
-        history = tokens.tolist() if isinstance(tokens, mx.array) else tokens
-        return self.window(history, (), logits)  # type: ignore[arg-type]
+        return self.window(tokens, (), logits)
 
-    def legal(self, tokens: Sequence[int], draft: Sequence[int]) -> int:
+    def legal(self, tokens: mx.array | Sequence[int], draft: Sequence[int]) -> int:
         """How many leading draft tokens the grammar allows after `tokens`."""
         self._follow(tokens)
         return self._take(draft)
 
-    def window(self, tokens: Sequence[int], draft: Sequence[int], logits: mx.array) -> mx.array:
+    def window(
+        self, tokens: mx.array | Sequence[int], draft: Sequence[int], logits: mx.array
+    ) -> mx.array:
         """Masks every position of a window.
 
         draft     tokens that are all legal
@@ -165,18 +169,18 @@ class GrammarProcessor:
             rows.append(self._row())
         return _masked(np.stack(rows), self._vocabulary.size, logits)
 
-    def _follow(self, tokens: Sequence[int]) -> None:
+    def _follow(self, tokens: mx.array | Sequence[int]) -> None:
         """Brings the state to the end of `tokens`."""
-        tokens = list(tokens)
         if self._prompt is None:
-            self._prompt = tokens
-        start = len(self._prompt)
-        if tokens[:start] != self._prompt:
+            self._prompt = len(tokens), _host(tokens[-_TAIL:])
+        start, tail = self._prompt
+        recent = _host(tokens[start - len(tail) :])
+        if recent[: len(tail)] != tail:
             raise ValueError(
                 f"the tokens no longer begin with the prompt of {start} tokens: a processor serves "
                 f"one request, take another one with `grammar.processor()`"
             )
-        emitted = tokens[start:]
+        emitted = recent[len(tail) :]
         same = _common(emitted, self._taken)
         self._rewind(same)
         taken = same + self._take(emitted[same:])
@@ -342,6 +346,10 @@ def _row_of(tokens: Sequence[int], size: int) -> NDArray[np.uint8]:
     bits = np.zeros((size + 31) // 32 * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little")
+
+
+def _host(tokens: mx.array | Sequence[int]) -> list[int]:
+    return tokens.tolist() if isinstance(tokens, mx.array) else list(tokens)  # type: ignore[return-value]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
