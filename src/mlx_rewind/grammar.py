@@ -320,7 +320,7 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
 
 def _next_tokens(matcher: LLMatcher, vocabulary: _Vocabulary) -> NDArray[np.uint8]:
     """The tokens that may come next, one bit each."""
-    row = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    row = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: vocabulary.end_row.size]
     if matcher.is_error():
         raise ValueError(f"the grammar allows no token here: {_message(matcher)}")
     if vocabulary.text_row.any() and not matcher.is_accepting():
@@ -343,7 +343,7 @@ def _bits(rows: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 
 def _row_of(tokens: Sequence[int], size: int) -> NDArray[np.uint8]:
-    bits = np.zeros((size + 31) // 32 * 32, np.uint8)
+    bits = np.zeros(size, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little")
 
