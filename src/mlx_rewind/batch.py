@@ -128,7 +128,7 @@ class Row:
                 logits = processor(history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         if self.draws is not None:
-            token = draw([(self.draws, position)], logprobs)
+            token = draw([(self.draws, position)], logprobs)[0]
             if self.draws.params.raw_logprobs:
                 logprobs = raw - mx.logsumexp(raw, keepdims=True)
             return token, logprobs.squeeze(0)
