@@ -213,6 +213,8 @@ class GrammarProcessor:
         if token in vocabulary.ends:
             return bool(_bits(self._row(), vocabulary.size)[token])
         if not 0 <= token < vocabulary.size or not self._matcher.try_consume_tokens([token]):
+            if self._matcher.is_error():
+                raise ValueError(f"llguidance cannot read token {token}: {_message(self._matcher)}")
             return False
         self._parsed += 1
         return True
