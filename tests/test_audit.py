@@ -22,10 +22,11 @@ from mlx_rewind import DraftMismatchError, UnsupportedModelError, cli
 from mlx_rewind.audit import Check, Report, audit, sampled
 from mlx_rewind.audit.chances import chi_square_tail, goodness_of_fit, pooled
 from mlx_rewind.audit.judge import Judge, Place
-from mlx_rewind.audit.rounding import Bounds, Noise, gap, ulp
+from mlx_rewind.audit.rounding import Bounds, Noise, gap
 from mlx_rewind.audit.runs import Plain, Planned, Walk, accept_lengths, spread
 from mlx_rewind.audit.state import Part, clone, distances, parts
 from mlx_rewind.cache import members, retrace, undo
+from mlx_rewind.ties import gaps, ulp
 
 PROMPT = zoo.PROMPTS[1]
 
@@ -316,11 +317,15 @@ def test_the_near_tie_rule(
 
 
 def test_units_in_the_last_place() -> None:
-    assert ulp(1.0, mx.float32) == 2**-23
-    assert ulp(-1.9, mx.bfloat16) == 2**-7
-    assert ulp(8.0, mx.bfloat16) == 2**-4
-    assert ulp(7.99, mx.float16) == 2**-8
-    assert ulp(0.0, mx.float32) > 0
+    for value, dtype, unit in (
+        (1.0, mx.float32, 2**-23),
+        (-1.9, mx.bfloat16, 2**-7),
+        (8.0, mx.bfloat16, 2**-4),
+        (7.99, mx.float16, 2**-8),
+    ):
+        assert ulp(mx.array(value), dtype).item() == unit
+    assert ulp(mx.array(0.0), mx.float32).item() > 0
+    assert gaps(mx.array([[1.0, 8.0, 7.5], [2.0, 2.0, 0.0]], mx.bfloat16)).tolist() == [8, 0]
     assert gap(mx.array([1.0, 1.0 + 2**-22]), 0, 1) == 2
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..ties import ulp
 from .records import FAULT, NEAR_TIE, Check, Difference
-from .rounding import Bounds, gap, number, ulp
+from .rounding import Bounds, gap, number
 from .runs import Plain
 from .state import Part, distances, parts, relative
 
@@ -76,10 +77,11 @@ class Judge:
             return self._numbers(at, position, distance)
         apart, bound = None, None
         if scores is not None:
-            unit = ulp(number(largest(plain.logits[position])), plain.logits[position].dtype)
+            logits = plain.logits[position]
+            unit = number(ulp(largest(logits), logits.dtype))
             noisy = scores(plain.logprobs[position], position)
             apart = number(mx.abs(noisy[expected] - noisy[token])) / unit
-            bound = 2 * distance * number(largest(plain.logits[position])) / unit + 1
+            bound = 2 * distance * number(largest(logits)) / unit + 1
         tied = 0 < distance <= self.bounds.logprobs
         tied = tied and (apart is None or bound is None or apart <= bound)
         return at.add(

@@ -8,7 +8,6 @@ from plain decoding than some multiple of this is at fault.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,19 +19,13 @@ from ..cache.probe import walk
 from ..cache.slots import is_own_class
 from ..cache.undo import stock_class
 from ..target import BITWISE, TOKEN
+from ..ties import ulp
 from .state import Part
 
 #: A run may be this many times as far from plain decoding as undisturbed windows were seen to be.
 SLACK = 8
 #: The smallest bound on the gap of two candidates, in units in the last place of the logits.
 LEAST_GAP = 2.0
-
-
-def ulp(value: float, dtype: mx.Dtype) -> float:
-    """The unit in the last place of `value` in a floating dtype."""
-    eps = float(mx.finfo(dtype).eps)
-    exponent = math.frexp(abs(value))[1] - 1 if value else -126
-    return math.ldexp(eps, exponent)
 
 
 def number(x: mx.array) -> float:
@@ -43,8 +36,8 @@ def number(x: mx.array) -> float:
 
 def gap(logits: mx.array, first: int, second: int) -> float:
     """How far apart two candidates are in logits [V], in units in the last place of the larger."""
-    a, b = (number(logits[token]) for token in (first, second))
-    return abs(a - b) / ulp(max(abs(a), abs(b)), logits.dtype)
+    pair = mx.stack([logits[first], logits[second]]).astype(mx.float32)
+    return number(mx.abs(pair[0] - pair[1]) / ulp(mx.abs(pair).max(), logits.dtype))
 
 
 def change(logits: mx.array, others: mx.array) -> float:
@@ -52,8 +45,8 @@ def change(logits: mx.array, others: mx.array) -> float:
     are logits or logprobs, in units in the last place of the logits."""
     best = mx.argpartition(-logits, 1)[:2]
     ours, theirs = logits[best].astype(mx.float32), others[best].astype(mx.float32)
-    moved = number(mx.abs((ours[0] - ours[1]) - (theirs[0] - theirs[1])))
-    return moved / ulp(number(mx.abs(ours).max()), logits.dtype)
+    moved = mx.abs((ours[0] - ours[1]) - (theirs[0] - theirs[1]))
+    return number(moved / ulp(mx.abs(ours).max(), logits.dtype))
 
 
 @dataclass
