@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from rich.console import Console
 
 import mlx_rewind
 import test_openblas
@@ -26,6 +27,7 @@ from mlx_rewind.audit.rounding import Bounds, Noise, gap
 from mlx_rewind.audit.runs import Plain, Planned, Walk, accept_lengths, spread
 from mlx_rewind.audit.state import Part, clone, distances, parts
 from mlx_rewind.cache import members, retrace, undo
+from mlx_rewind.cli.audit import print_report
 from mlx_rewind.ties import gaps, ulp
 
 PROMPT = zoo.PROMPTS[1]
@@ -268,6 +270,7 @@ def test_openblas_gives_near_ties_and_no_fault() -> None:
 def main() -> None:
     """Every token has a twin whose logit is its own but for a bit or two."""
     mx.set_default_device(mx.cpu)
+    sampled.DRAWS = 5
     model: Any = zoo.build("llama", fresh=True)
     weight = model.lm_head.weight
     model.lm_head.weight = mx.concatenate([weight[:48], weight[:49] * (1 + 2e-7)])
@@ -507,10 +510,26 @@ def test_the_command_reports_a_fault(
     token = next(d for d in report["differences"] if d["plain"] is not None)
     assert isinstance(token["plain_text"], str)
     assert token["gap"] > 2
-    code, out, _ = run(capsys, *line)
-    assert code == 1
-    assert out.splitlines()[-1].startswith("verdict: FAULT in layer 0, ArraysCache slot 0:")
+    assert report["line"].startswith("FAULT in layer 0, ArraysCache slot 0:")
+
+
+def test_the_page_of_a_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undo.TrimUndo, "rewind", lambda self, kept: None)
+    report = audited(zoo.build("llama"), num_draft_tokens=2, max_tokens=12)
+
+    class Names:
+        decode = staticmethod(lambda ids: f"[b]{ids[0]}")
+
+    print_report(Console(width=200, highlight=False), "tiny", report, Names())
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == f"verdict: {report.line}"
     assert "FAULT" in out
+    token = next(d for d in report.differences if d.plain is not None)
+    assert f"{token.plain} '[b]{token.plain}'" in out  # not taken for markup
+    assert "layer 0, KVCache keys" in out
+    assert out.count("\n") < 50
 
 
 @pytest.mark.parametrize(
