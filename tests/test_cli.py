@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -210,6 +211,8 @@ def test_another_prediction_file_is_another_drafter(
 # --- every option ----------------------------------------------------------------------------
 
 SAMPLING = ("--temp", 1.5, "--seed", 1)
+LONG = ("--max-tokens", 40)
+XTC = ("--xtc-threshold", 0.001)
 QUANTISED = ("--kv-bits", 4, "--quantized-kv-start", 0)
 
 # Two command lines, and the field of the JSON in which they differ.
@@ -223,6 +226,48 @@ DIFFERENCES: dict[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
     "--top-p": (SAMPLING, (*SAMPLING, "--top-p", 0.3), "tokens"),
     "--top-k": (SAMPLING, (*SAMPLING, "--top-k", 2), "tokens"),
     "--min-p": (SAMPLING, (*SAMPLING, "--min-p", 0.9), "tokens"),
+    "--xtc-probability": (SAMPLING, (*SAMPLING, "--xtc-probability", 1, *XTC), "tokens"),
+    "--xtc-threshold": (
+        (*SAMPLING, "--xtc-probability", 1, "--xtc-threshold", 0.5),
+        (*SAMPLING, "--xtc-probability", 1, *XTC),
+        "tokens",
+    ),
+    "--repetition-penalty": (LONG, (*LONG, "--repetition-penalty", 5), "tokens"),
+    "--repetition-context-size": (
+        (*LONG, "--repetition-penalty", 5, "--repetition-context-size", 1),
+        (*LONG, "--repetition-penalty", 5),
+        "tokens",
+    ),
+    "--presence-penalty": (LONG, (*LONG, "--presence-penalty", 9), "tokens"),
+    "--presence-context-size": (
+        (*LONG, "--presence-penalty", 9, "--presence-context-size", 1),
+        (*LONG, "--presence-penalty", 9),
+        "tokens",
+    ),
+    "--frequency-penalty": (LONG, (*LONG, "--frequency-penalty", 9), "tokens"),
+    "--frequency-context-size": (
+        (*LONG, "--frequency-penalty", 9, "--frequency-context-size", 1),
+        (*LONG, "--frequency-penalty", 9),
+        "tokens",
+    ),
+    "--logit-bias": ((), ("--logit-bias", '{"3": 100}'), "tokens"),
+    "--min-tokens": (
+        ("--extra-eos-token", 3, "--logit-bias", '{"3": 100}'),
+        ("--extra-eos-token", 3, "--logit-bias", '{"3": 100}', "--min-tokens", 4),
+        "generation_tokens",
+    ),
+    "--logprobs": (("--logprobs", 0), ("--logprobs", 2), "logprobs"),
+    "--raw-logprobs": (
+        ("--logprobs", 0, "--logit-bias", '{"3": 100}'),
+        ("--logprobs", 0, "--logit-bias", '{"3": 100}', "--raw-logprobs"),
+        "logprobs",
+    ),
+    "--acceptance": (
+        (*SAMPLING, "--draft", "ngram"),
+        (*SAMPLING, "--draft", "ngram", "--acceptance", "block"),
+        "exactness",
+    ),
+    "--regex": ((), ("--regex", "[0-9]{4}"), "text"),
     "--kv-bits": ((*QUANTISED, "--kv-bits", 2), (*QUANTISED, "--kv-bits", 8), "tokens"),
     "--kv-group-size": (QUANTISED, (*QUANTISED, "--kv-group-size", 32), "tokens"),
     "--quantized-kv-start": (QUANTISED, ("--kv-bits", 4), "tokens"),
@@ -234,6 +279,42 @@ DIFFERENCES: dict[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
 def test_an_option_makes_a_difference(generate: Callable[..., Any], option: str) -> None:
     one, other, field = DIFFERENCES[option]
     assert generate(*one)[field] != generate(*other)[field]
+
+
+def test_grammars_bind_the_text(run: Run, tmp_path: Path) -> None:
+    line = ("generate", "--ignore-chat-template", "-p", "import os", "-m", 40, "--json")
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
+    (tmp_path / "schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    (tmp_path / "digits.lark").write_text("start: /[0-9]{3}/")
+    for drafting in ((), ("--draft", "mtp"), ("--draft", "ngram", "--temp", 1, "--seed", 2)):
+        for option in (tmp_path / "schema.json", (tmp_path / "schema.json").read_text()):
+            result = run(*line, *drafting, "--json-schema", option).json
+            assert json.loads(result["text"])["a"] in ("x", "yy")
+            assert result["finish_reason"] == "stop"
+        text = run(*line, *drafting, "--lark", tmp_path / "digits.lark").json["text"]
+        assert re.fullmatch("[0-9]{3}", text)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    batch = ("generate", "--prompts-file", tmp_path / "prompts.jsonl", "--draft", "mtp")
+    results = lines_of(run(*batch, "--regex", "(yes|no)!", "--logprobs", 1))
+    assert all(re.fullmatch("(yes|no)!", result["text"]) for result in results)
+    assert [len(result["logprobs"]) for result in results] == [len(r["tokens"]) for r in results]
+
+
+def test_what_is_wrong_with_sampling_is_told(run: Run, tmp_path: Path) -> None:
+    wrong = {
+        ("--regex", "[0-9"): "not a usable regex grammar",
+        ("--lark", tmp_path / "none"): "no file at",
+        ("--json-schema", "{"): "is not JSON",
+        ("--regex", "a", "--json-schema", "{}"): "not allowed with",
+        ("--logit-bias", "[]"): "expected a JSON object",
+        ("--logit-bias", '{"90000": 1}'): "logit_bias",
+        ("--logprobs", 2): "--logprobs needs --json",
+        ("--acceptance", "best"): "invalid choice",
+    }
+    for options, message in wrong.items():
+        result = run("generate", "-p", "x", "-m", 2, *options)
+        assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+        assert message in result.err
 
 
 def test_max_kv_size_is_the_longest_window(generate: Callable[..., Any], plain: Path) -> None:
