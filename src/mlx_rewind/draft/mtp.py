@@ -209,7 +209,8 @@ class _Group(CachedGroup):
         """Takes committed pairs. Alone, a row reads them at once; several read them together."""
         self._abort()
         self.reading(member).add(mx.array(list(tokens), mx.int32), hidden[None])
-        if len(self.members) == 1 or self.reading(member).readable(0) >= _MOST_WAITING:
+        reads_alone = len(self.members) == 1 and not member.is_idle
+        if reads_alone or self.reading(member).readable(0) >= _MOST_WAITING:
             self._read_committed()
             mx.async_eval([entry.state for cache in self.caches for entry in cache])
 
