@@ -161,9 +161,34 @@ def test_every_drafter_gives_the_same_text(
     assert results["none"]["draft_n"] == results["none"]["draft_rounds"] == 0
 
 
-def test_the_default_is_no_drafter(run: Run) -> None:
-    plain = run("generate", *QUESTION, "-m", 4, "--json").json
-    assert plain["draft_kind"] == "none"
+@pytest.mark.parametrize("more", [(), ("--draft", "auto")])
+def test_the_default_chooses_by_itself(run: Run, more: tuple[str, ...]) -> None:
+    line = ("generate", "--ignore-chat-template", "-p", "import os", "-m", 40, "--json")
+    chosen, plain = run(*line, *more).json, run(*line, "--draft", "none").json
+    assert (chosen["draft_kind"], plain["draft_kind"]) == ("auto", "none")
+    assert chosen["tokens"] == plain["tokens"]
+    assert chosen["draft_reason"]
+    assert "draft_reason" in plain
+    assert not plain["draft_reason"]
+
+
+def test_auto_goes_with_what_is_named(run: Run, llama: Path, prediction: Path) -> None:
+    line = ("generate", "--model", llama, "-p", "one two three", "-m", 12, "--json")
+    plain = run(*line, "--draft", "none").json
+    for more in (("--draft-model", llama), ("--prediction-file", prediction)):
+        chosen = run(*line, "--draft", "auto", *more).json
+        assert chosen["draft_kind"] == "auto"
+        assert chosen["tokens"] == plain["tokens"]
+
+
+def test_auto_says_which_head_it_cannot_use(run: Run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SHIPPED, tmp_path / "unrecorded"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["mlx_rewind_mtp"]
+    (folder / "config.json").write_text(json.dumps(config))
+    result = run("generate", "--model", folder, *QUESTION, "-m", 4)
+    assert result.code == 0
+    assert "note: the MTP head is not used" in result.err
 
 
 def test_a_drafters_own_option_chooses_it(
@@ -426,7 +451,7 @@ def test_text_and_closing_line(run: Run, generate: Callable[..., Any], llama: Pa
     closing = verbose.out[len(quiet.out) :]
     for part in ("prompt tokens", "12 tokens", "model: 3 rounds", "9/9", "4.00", "length"):
         assert part in closing
-    assert "no drafter" in run(*line[:-4]).out
+    assert "no drafter" in run(*line[:-4], "--draft", "none").out
 
 
 def test_a_terminal_shows_progress_and_the_same_text(
@@ -569,7 +594,7 @@ def test_the_head_drafts(run: Run, tmp_path: Path) -> None:
 
 def test_a_head_that_is_announced_and_missing(run: Run, stripped: Path, caplog: Any) -> None:
     line = ("generate", "--model", stripped, *QUESTION, "-m", 4)
-    assert run(*line, "--json").json["draft_kind"] == "none"
+    assert run(*line, "--json").json["draft_kind"] == "auto"
     (note,) = [record.message for record in caplog.records]
     assert "announces 1, but the tensors are missing" in note
     refused = run(*line, "--draft", "mtp")

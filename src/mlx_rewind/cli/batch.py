@@ -157,6 +157,7 @@ def _result(
         "draft_n": stats.drafted,
         "draft_n_accepted": stats.accepted,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_reason": stats.reason,
         "exactness": handle.exactness,
         "seed": handle.seed,
     }

@@ -130,6 +130,8 @@ def closing_line(response: GenerationResponse) -> str:
             f"{response.mean_acceptance_length:.2f} tokens per step",
             f"acceptance per position {shares or '-'}",
         ]
+    if response.draft_reason:
+        parts.append(response.draft_reason)
     return " | ".join([*parts, response.exactness, str(response.finish_reason)])
 
 

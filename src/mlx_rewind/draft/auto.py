@@ -10,9 +10,11 @@ intervals. None of this can change the output.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median, median_low
 from typing import Any, ClassVar
 
@@ -27,6 +29,8 @@ from .protocol import Drafter, Proposer, Session, checked, start
 _WORTH = 1.02
 #: How fast what was seen fades, per round.
 _FADE = 0.9
+#: The share of right draft tokens before any is seen.
+_GUESS = 0.7
 #: Rounds that seen acceptance counts for, at the start.
 _PRIOR_WEIGHT = 2.0
 #: Rounds of rest: the first, and the most.
@@ -80,6 +84,8 @@ class Acceptance:
     """Shares of right draft tokens by position, of one drafter; older rounds fade.
 
     prior    what new rows start from
+
+    A position that was not seen for long counts for as good as the one before, and is tried again.
     """
 
     def __init__(self, prior: Acceptance | None = None) -> None:
@@ -91,28 +97,27 @@ class Acceptance:
     def note(self, drafted: int, accepted: int) -> None:
         """Takes a round: position i was reached if those before were right."""
         self._weight *= _FADE
+        missing = [0.0] * (drafted - len(self._seen))
+        self._seen = [x * _FADE for x in self._seen + missing]
+        self._right = [x * _FADE for x in self._right + missing]
         for i in range(min(accepted + 1, drafted)):
-            if i == len(self._seen):
-                self._seen.append(0.0)
-                self._right.append(0.0)
-            self._seen[i] = self._seen[i] * _FADE + 1
-            self._right[i] = self._right[i] * _FADE + (i < accepted)
+            self._seen[i] += 1
+            self._right[i] += i < accepted
 
-    def share(self, position: int) -> float:
-        """The estimate at a position; beyond what was seen, that of the position before."""
-        guess = 0.7 if self._prior is None else self._prior.share(position)
-        if position >= len(self._seen):
-            return guess if not self._seen else min(guess, self.share(len(self._seen) - 1))
-        weight = self._weight
-        return (self._right[position] + weight * guess) / (self._seen[position] + weight)
+    def shares(self, count: int) -> list[float]:
+        """The estimates at the first `count` positions, each if those before are right."""
+        prior = None if self._prior is None else self._prior.shares(count)
+        shares: list[float] = []
+        for i in range(count):
+            guess = prior[i] if prior else shares[-1] if shares else _GUESS
+            weight = 1.0 if i else self._weight
+            seen, right = (x[i] if i < len(x) else 0.0 for x in (self._seen, self._right))
+            shares.append((right + weight * guess) / (seen + weight))
+        return shares
 
     def expected(self, longest: int) -> list[float]:
-        """[k]: draft tokens right in a row at least k times, for k = 1..longest; a1 .. ak."""
-        reached, shares = 1.0, []
-        for i in range(longest):
-            reached *= self.share(i)
-            shares.append(reached)
-        return shares
+        """[k]: how often the first k + 1 draft tokens are all right."""
+        return list(accumulate(self.shares(longest), operator.mul))
 
 
 class Auto(Drafter):
@@ -182,6 +187,7 @@ class AutoSession(Session):
         self._resumes = 0  # the round of the next trial
         self._rest = _REST
         self._used: int | None = None
+        self._slope = 0.0
 
     # -- what the loop uses ---------------------------------------------------------------------
 
@@ -233,9 +239,11 @@ class AutoSession(Session):
             return
         for seen in (self.seen[used], self.auto.seen[used]):
             seen.note(drafted, accepted)
-        if accepted:
+        if accepted and self._slope * _WORTH < 1:  # right drafts can pay: try again at once
             self._rest = _REST
-            self._resumes = self._rounds  # a trial that was right is followed by another
+            self._resumes = self._rounds
+        elif self._is_resting:
+            self.reason = f"stopped: acceptance too low ({self.kinds[used]} was tried again)"
 
     # -- parts of the choice --------------------------------------------------------------------
 
@@ -271,7 +279,7 @@ class AutoSession(Session):
         return self._is_resting and self._rounds >= self._resumes
 
     def use(self, option: Option, limit: int) -> Pick:
-        self._used = option.index
+        self._used, self._slope = option.index, option.slope
         if option.tokens is not None:
             return Pick(tokens=option.tokens[:limit])
         return Pick(self.proposers[option.index], limit)
