@@ -221,7 +221,7 @@ def test_a_draft_model_that_rested_catches_up_in_a_batch(name: str) -> None:
 
 def test_the_best_length_of_a_round() -> None:
     shares = [0.7**k for k in range(1, 9)]
-    assert [_best_gain([shares], slope, 1)[1] for slope in (0.0, 0.1, 0.4, 0.8)] == [8, 4, 1, 0]
+    assert [_best_gain([shares], slope, 1)[1] for slope in (0.0, 0.1, 0.4, 0.8)] == [8, 4, 2, 0]
     one, two = _best_gain([shares], 0.1, 2), _best_gain([shares, shares], 0.1, 2)
     assert one[0] < two[0]  # a neighbour that does not draft shares the cost alone
     assert two == _best_gain([shares], 0.1, 1)
