@@ -1,0 +1,84 @@
+"""Bytes that decoding keeps: those of plain decoding, and the records of the current round."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..draft.protocol import Drafter, Proposer
+from ..generate import generate_step
+from .measure import Windows
+from .models import Scripted
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Active memory beyond what was there before the first token, in bytes.
+
+    tokens         how many had been emitted
+    plain          without a drafter, after each of these
+    speculative    with drafts of which some were rejected
+    records        what one round holds until it ends
+    """
+
+    tokens: tuple[int, ...]
+    plain: tuple[int, ...]
+    speculative: tuple[int, ...]
+    records: int
+
+    @property
+    def flat(self) -> bool:
+        """Whether speculation holds a round's records beyond plain decoding, however long."""
+        extra = [s - p for s, p in zip(self.speculative, self.plain, strict=True)]
+        return max(extra) <= self.records
+
+
+def active() -> int:
+    """Bytes in use by arrays, with nothing left over that is only waiting to be freed."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def held(
+    model: nn.Module,
+    prompt: Sequence[int],
+    at: Sequence[int],
+    drafter: Drafter | Proposer | None,
+    num_draft_tokens: int,
+) -> tuple[list[int], list[int]]:
+    """The text up to max(at) tokens, and the bytes that its generation held after each of `at`."""
+    before, text, found = active(), [], []
+    steps = generate_step(
+        prompt,
+        model,
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        max_tokens=max(at) + num_draft_tokens + 1,
+    )
+    with closing(steps):  # type: ignore[type-var]
+        for token, _, _ in steps:
+            text.append(token)
+            if len(text) in at:
+                found.append(active() - before)
+            if len(text) == max(at):
+                break
+    return text, found
+
+
+def compare(model: nn.Module, prompt: Sequence[int], tokens: int, num_draft_tokens: int) -> Memory:
+    """Decodes `tokens` plainly, and again with drafts half of which are wrong."""
+    at = sorted({max(1, tokens // 4), tokens})
+    held(model, prompt, [min(8, tokens)], None, 0)  # what is made once
+    text, plain = held(model, prompt, at, None, 0)
+    drafter = Scripted(prompt, text, 0.5)
+    _, speculative = held(model, prompt, at, drafter, num_draft_tokens)
+    windows = Windows(model, prompt, text, clock=lambda: 0.0)
+    records = windows.kept_bytes(num_draft_tokens + 1)
+    return Memory(tuple(at), tuple(plain), tuple(speculative), records)
