@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from statistics import median
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from .record import Clock
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-#: The longest window whose time is measured, in tokens.
+#: Windows of 1 to so many tokens are timed, or more if longer ones are asked for.
 LONGEST = 16
 
 
@@ -66,10 +67,17 @@ def in_turn(
     return results
 
 
-def seconds_per_token(stretches: Sequence[Sequence[Stretch]]) -> float:
-    """From the repeats of every prompt: the sum of the medians over the sum of the tokens."""
-    tokens = sum(repeats[0].tokens for repeats in stretches)
-    return sum(median(one.seconds for one in repeats) for repeats in stretches) / max(1, tokens)
+def seconds_per_token(stretches: Sequence[Sequence[Stretch]]) -> list[float]:
+    """By turn: the time of all prompts over their tokens. One sequence of turns per prompt."""
+    return [
+        sum(one.seconds for one in turn) / max(1, sum(one.tokens for one in turn))
+        for turn in zip(*stretches, strict=True)
+    ]
+
+
+def ratio(times: Sequence[float], units: Sequence[float]) -> float:
+    """The median over the turns of what was measured in the same turn; 0 for no time at all."""
+    return median(time / unit if unit else 0.0 for time, unit in zip(times, units, strict=True))
 
 
 class Windows:
@@ -83,7 +91,7 @@ class Windows:
         self, model: nn.Module, prompt: Sequence[int], text: Sequence[int], clock: Clock
     ) -> None:
         self._model, self._clock = model, clock
-        self._text = list(islice(cycle(text), LONGEST))
+        self._text = list(text)
         self.cache = make_prompt_cache(model)
         model(mx.array([list(prompt)]), cache=self.cache)
         self._settle()
@@ -107,7 +115,7 @@ class Windows:
     def kept_bytes(self, size: int) -> int:
         """What a round of `size` tokens holds until it ends, its logits included."""
         with Round(self._model, self.cache) as window:
-            logits = self._model(mx.array([self._text[:size]]), cache=self.cache)
+            logits = self._model(self._window(size), cache=self.cache)
             mx.eval(logits, [entry.state for entry in self.cache])
             open_ = mx.get_active_memory()
             window.commit(size)
@@ -117,33 +125,23 @@ class Windows:
 
     def _feed(self, size: int) -> float:
         begun = self._clock()
-        logits = self._model(mx.array([self._text[:size]]), cache=self.cache)
+        logits = self._model(self._window(size), cache=self.cache)
         mx.eval(logits, [entry.state for entry in self.cache])
         return self._clock() - begun
+
+    def _window(self, size: int) -> mx.array:
+        return mx.array([list(islice(cycle(self._text), size))])
 
     def _settle(self) -> None:
         mx.eval([entry.state for entry in self.cache])
 
 
-def window_times(
-    windows: Windows,
-    sizes: Iterable[int],
-    draft_tokens: int,
-    repeats: int,
-    done: Callable[[], None] = lambda: None,
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Times of a forward by the size of the window, and of a commit by the tokens kept.
-
-    The commits are of windows of `draft_tokens` + 1 tokens.
-    """
-    tasks: dict[tuple[str, int], Callable[[], float]] = {}
-    for size in sizes:
-        tasks["verify", size] = lambda size=size: windows.verify(size)  # type: ignore[misc]
-    whole = draft_tokens + 1
-    for kept in range(1, whole + 1):
-        tasks["commit", kept] = lambda kept=kept: windows.commit(whole, kept)  # type: ignore[misc]
-    times = {key: median(found) for key, found in in_turn(tasks, repeats, done).items()}
-    return tuple(  # type: ignore[return-value]
-        {size: time for (name, size), time in times.items() if name == wanted}
-        for wanted in ("verify", "commit")
-    )
+def window_tasks(
+    windows: Windows, sizes: Iterable[int], whole: int
+) -> dict[tuple[str, int], Callable[[], float]]:
+    """("verify", tokens of a window) and ("commit", tokens kept of `whole`): what times them."""
+    verifies = {("verify", size): partial(windows.verify, size) for size in sizes}
+    commits = {
+        ("commit", kept): partial(windows.commit, whole, kept) for kept in range(1, whole + 1)
+    }
+    return {**verifies, **commits}

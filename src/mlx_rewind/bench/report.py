@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -55,8 +56,8 @@ def as_json(result: Result, about: dict[str, Any]) -> dict[str, Any]:
         **about,
         **{name: best.get(name) for name in ("draft", "num_draft_tokens", *figures)},
         "plain_over_mlx_lm": result.plain_over_mlx_lm,
-        "plain_tokens_per_second": 1 / result.plain,
-        "mlx_lm_tokens_per_second": 1 / result.stock,
+        "plain_tokens_per_second": 1 / median(result.plain),
+        "mlx_lm_tokens_per_second": 1 / median(result.stock),
         "verify_over_plain_step": {str(size): cost for size, cost in result.verify.items()},
         "commit_window": result.window,
         "commit_over_plain_step": {str(kept): cost for kept, cost in result.commit.items()},
@@ -80,7 +81,7 @@ def _run(result: Result, run: Run) -> dict[str, Any]:
         "speed": run.speed,
         "speed_up": run.speed * result.plain_over_mlx_lm,
         "achieved_over_ideal": run.achieved_over_ideal,
-        "tokens_per_second": run.speed / result.plain,
+        "tokens_per_second": run.speed / median(result.plain),
         "identical": run.identical,
         **_counters(run.stats),
         "kinds": {
@@ -118,11 +119,12 @@ def tables(result: Result) -> Iterator[Table]:
 
 def _costs(result: Result) -> Table:
     table = Table(title="In units of a plain step", show_header=False)
-    verify = "  ".join(f"{size}: {cost:.2f}" for size, cost in result.verify.items())
-    kept = "  ".join(f"{kept}: {cost:.3f}" for kept, cost in result.commit.items())
     table.add_row("plain speed over mlx_lm's", f"{result.plain_over_mlx_lm:.3f}")
-    table.add_row("verify of T tokens", verify)
-    table.add_row(f"commit of n of {result.window} tokens", kept)
+    for name, sizes in (("1-8", range(1, 9)), ("9-16", range(9, 17))):
+        costs = "  ".join(f"{result.verify[size]:.2f}" for size in sizes)
+        table.add_row(f"verify of {name} tokens", costs)
+    kept = "  ".join(f"{cost:.3f}" for cost in result.commit.values())
+    table.add_row(f"commit of 1-{result.window} of {result.window} tokens", kept)
     table.add_row("rejecting commit, mean", f"{result.reject_commit:.3f}")
     return table
 

@@ -11,7 +11,16 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step as stock_generate_step
 
 from ..generate import generate_step
-from .measure import LONGEST, Stretch, Windows, decode, in_turn, seconds_per_token, window_times
+from .measure import (
+    LONGEST,
+    Stretch,
+    Windows,
+    decode,
+    in_turn,
+    ratio,
+    seconds_per_token,
+    window_tasks,
+)
 from .memory import Memory, compare
 from .record import Clock
 from .trials import Case, DrafterFor, Prompt, Run, Stock, StockTrial, Trial
@@ -51,15 +60,15 @@ class Settings:
 class Result:
     """What was measured. Costs are in units of a plain step of our loop.
 
-    plain       seconds per token of our loop without a drafter
-    stock       seconds per token of mlx_lm.generate_step
+    plain       seconds per token of our loop without a drafter, by turn
+    stock       those of mlx_lm.generate_step
     verify      tokens of a window -> cost of its forward
     commit      tokens kept of a window of `window` -> cost of the commit
     against     mlx-lm's own speculative decoding
     """
 
-    plain: float
-    stock: float
+    plain: list[float]
+    stock: list[float]
     verify: dict[int, float]
     commit: dict[int, float]
     window: int
@@ -70,7 +79,7 @@ class Result:
     @property
     def plain_over_mlx_lm(self) -> float:
         """The ratio of speeds."""
-        return self.stock / self.plain
+        return ratio(self.stock, self.plain)
 
     @property
     def full_commit(self) -> float:
@@ -99,33 +108,38 @@ def measure(
     cases = [case for case in _cases(subject, settings) if len(case.text) > 1]
     if not cases:
         raise ValueError("every text ends with its first token; give other prompts")
-    verify, commit = _windows(subject, settings, cases[0], clock, done)
     trials = list(_trials(subject, settings, cases, clock, done))
-    ways: dict[tuple[int, Any], Callable[[], Stretch]] = {}
+    tasks: dict[tuple[Any, Any], Callable[[], Any]] = dict(
+        _windows(subject, settings, cases[0], clock)
+    )
     for i, case in enumerate(cases):
         for way in (_STOCK, _PLAIN):
-            ways[i, way] = _plain(subject, case, way, clock)
+            tasks[way, i] = _plain(subject, case, way, clock)
         for t, trial in enumerate(trials):
             if i in trial.rounds:
-                ways[i, t] = trial.timed(case, clock)
-    times = in_turn(ways, settings.repeats, lambda: done("decoding"))
+                tasks[t, i] = trial.timed(case, clock)
+    times = in_turn(tasks, settings.repeats, lambda: done("times"))
     plain, stock = (
-        seconds_per_token([times[i, way] for i in range(len(cases))]) for way in (_PLAIN, _STOCK)
+        seconds_per_token([times[way, i] for i in range(len(cases))]) for way in (_PLAIN, _STOCK)
+    )
+    verify, commit = (
+        {size: ratio(found, plain) for (name, size), found in times.items() if name == wanted}
+        for wanted in ("verify", "commit")
     )
     result = Result(
         plain,
         stock,
-        {size: seconds / plain for size, seconds in verify.items()},
-        {kept: seconds / plain for kept, seconds in commit.items()},
-        max(settings.lengths) + 1,
-        _memory(subject, settings, cases[0]),
+        verify,
+        commit,
+        window=max(settings.lengths) + 1,
+        memory=_memory(subject, settings, cases[0]),
     )
     for t, trial in enumerate(trials):
-        found = {i: times[i, t] for i in trial.rounds}
+        stretches = {i: times[t, i] for i in trial.rounds}
         if isinstance(trial, StockTrial):
-            result.against.append(trial.outcome(plain, found))
+            result.against.append(trial.outcome(plain, stretches))
         else:
-            result.runs.append(trial.run(plain, result.verify, cases, found))
+            result.runs.append(trial.run(plain, result.verify, cases, stretches))
     return result
 
 
@@ -147,12 +161,11 @@ def _cases(subject: Subject, settings: Settings) -> Iterator[Case]:
 
 
 def _windows(
-    subject: Subject, settings: Settings, case: Case, clock: Clock, done: Callable[[str], None]
-) -> tuple[dict[int, float], dict[int, float]]:
+    subject: Subject, settings: Settings, case: Case, clock: Clock
+) -> dict[tuple[str, int], Callable[[], float]]:
     windows = Windows(subject.model, case.prompt.tokens, case.text, clock)
-    longest = max(settings.lengths)
-    sizes = range(1, max(LONGEST, longest + 1) + 1)
-    return window_times(windows, sizes, longest, settings.repeats, lambda: done("windows"))
+    whole = max(settings.lengths) + 1
+    return window_tasks(windows, range(1, max(LONGEST, whole) + 1), whole)
 
 
 def _plain(subject: Subject, case: Case, way: str, clock: Clock) -> Callable[[], Stretch]:

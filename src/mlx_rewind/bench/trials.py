@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from ..draft.model import DraftModel
 from ..draft.protocol import Drafter, Proposer
 from ..generate import generate_step
 from ..types import SpecStats
-from .measure import Stretch, decode, seconds_per_token
+from .measure import Stretch, decode, ratio, seconds_per_token
 from .record import Clock, Recorder, Verify, cut
 
 
@@ -127,23 +128,23 @@ class Trial:
 
     def run(
         self,
-        plain: float,
+        plain: Sequence[float],
         verify: Mapping[int, float],
         cases: Sequence[Case],
         times: Mapping[int, list[Stretch]],
     ) -> Run:
         """The figures.
 
-        plain     seconds of a plain step
+        plain     seconds of a plain step, by turn
         verify    tokens of a window -> cost of its forward
-        times     index of the case -> its repeats
+        times     index of the case -> its times by turn
         """
         rounds = [one for found in self.rounds.values() for one in found]
         stats = _count(rounds)
         kinds: dict[str, list[int]] = defaultdict(list)
         for i in self.rounds:
             kinds[cases[i].prompt.kind].append(i)
-        guessing = self.seconds / plain
+        guessing = self.seconds / median(plain)
         verifying = sum(verify[one.drafted + 1] - verify[1] for one in rounds)
         drafted = max(1, stats.drafted)
         return Run(
@@ -199,7 +200,7 @@ class StockTrial(Trial):
         self.identical &= tokens == case.text
         self.rounds[index] = []
 
-    def outcome(self, plain: float, times: Mapping[int, list[Stretch]]) -> Stock:
+    def outcome(self, plain: Sequence[float], times: Mapping[int, list[Stretch]]) -> Stock:
         if self.refusal is not None:
             return Stock(self.draft, self.num_draft_tokens, None, None, self.refusal)
         speed = _speed(plain, times.values())
@@ -223,6 +224,5 @@ def _count(rounds: Sequence[Verify]) -> SpecStats:
     return stats
 
 
-def _speed(plain: float, stretches: Iterable[list[Stretch]]) -> float:
-    seconds = seconds_per_token(list(stretches))
-    return plain / seconds if seconds else 0.0
+def _speed(plain: Sequence[float], stretches: Iterable[list[Stretch]]) -> float:
+    return ratio(plain, seconds_per_token(list(stretches)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -98,7 +99,7 @@ def _bench(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(report.as_json(result, about)))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     told = ("parameters", "dtype", "blas", "exactness", "mlx", "mlx_lm")
     console.print(" | ".join([name, *(f"{key} {about[key]}" for key in told)]), soft_wrap=True)
     for table in report.tables(result):
