@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,14 @@ def ratio(times: Sequence[float], units: Sequence[float]) -> float:
     return median(time / unit if unit else 0.0 for time, unit in zip(times, units, strict=True))
 
 
+def active_memory() -> int:
+    """Bytes in use by arrays, with nothing left over that is only waiting to be freed."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
 class Windows:
     """Windows fed to a model after a prompt.
 
@@ -112,16 +121,22 @@ class Windows:
             self._settle()
             return self._clock() - begun
 
-    def kept_bytes(self, size: int) -> int:
-        """What a round of `size` tokens holds until it ends, its logits included."""
-        with Round(self._model, self.cache) as window:
-            logits = self._model(self._window(size), cache=self.cache)
-            mx.eval(logits, [entry.state for entry in self.cache])
-            open_ = mx.get_active_memory()
-            window.commit(size)
-            del logits
-            self._settle()
-            return open_ - mx.get_active_memory()
+    def records(self, size: int) -> int:
+        """The bytes that rounds of `size` tokens add to caches that were fed single tokens.
+
+        The growth of the caches is included, and logits and logprobs. A second round is looked at, since a
+        ring is longer after a window.
+        """
+        self._feed(1)
+        before = active_memory()
+        for _ in range(2):
+            with Round(self._model, self.cache) as window:
+                logits = self._model(self._window(size), cache=self.cache)
+                logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+                mx.eval(logprobs, [entry.state for entry in self.cache])
+                added = active_memory() - before
+                window.commit(size)
+        return added
 
     def _feed(self, size: int) -> float:
         begun = self._clock()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..draft.protocol import Drafter, Proposer
 from ..generate import generate_step
-from .measure import Windows
+from .measure import Windows, active_memory
 from .models import Scripted
 
 
@@ -23,7 +21,7 @@ class Memory:
     tokens         how many had been emitted
     plain          without a drafter, after each of these
     speculative    with drafts of which some were rejected
-    records        what one round holds until it ends
+    records        what a round adds until it ends, the growth of caches included
     """
 
     tokens: tuple[int, ...]
@@ -38,14 +36,6 @@ class Memory:
         return max(extra) <= self.records
 
 
-def active() -> int:
-    """Bytes in use by arrays, with nothing left over that is only waiting to be freed."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    return mx.get_active_memory()
-
-
 def held(
     model: nn.Module,
     prompt: Sequence[int],
@@ -54,7 +44,7 @@ def held(
     num_draft_tokens: int,
 ) -> tuple[list[int], list[int]]:
     """The text up to max(at) tokens, and the bytes that its generation held after each of `at`."""
-    before, text, found = active(), [], []
+    before, text, found = active_memory(), [], []
     steps = generate_step(
         prompt,
         model,
@@ -66,7 +56,7 @@ def held(
         for token, _, _ in steps:
             text.append(token)
             if len(text) in at:
-                found.append(active() - before)
+                found.append(active_memory() - before)
             if len(text) == max(at):
                 break
     return text, found
@@ -80,5 +70,5 @@ def compare(model: nn.Module, prompt: Sequence[int], tokens: int, num_draft_toke
     drafter = Scripted(prompt, text, 0.5)
     _, speculative = held(model, prompt, at, drafter, num_draft_tokens)
     windows = Windows(model, prompt, text, clock=lambda: 0.0)
-    records = windows.kept_bytes(num_draft_tokens + 1)
+    records = windows.records(num_draft_tokens + 1)
     return Memory(tuple(at), tuple(plain), tuple(speculative), records)
