@@ -124,8 +124,8 @@ class Windows:
     def records(self, size: int) -> int:
         """The bytes that rounds of `size` tokens add to caches that were fed single tokens.
 
-        The growth of the caches is included, and logits and logprobs. A second round is looked at, since a
-        ring is longer after a window.
+        The growth of the caches is included, and logits and logprobs. A second round is looked at,
+        since a ring is longer after a window.
         """
         self._feed(1)
         before = active_memory()
