@@ -78,9 +78,11 @@ class Rewind:
         self.round.commit(accepted + 1)
 
 
-def model_of(size: str, dtype: str, equal_heads: bool) -> nn.Module:
+def model_of(size: str, dtype: str, spread: float, equal_heads: bool) -> nn.Module:
     """A random hybrid whose text is varied, so that a wrong state shows in the next tokens.
 
+    spread         of the weights, over the root of the inputs: with 3 a wrong state shows at once,
+                   with 1 so does a constant that is added to small numbers
     equal_heads    as many key heads as value heads in the recurrent layers
     """
     model = hybrid(SIZES[size])
@@ -92,7 +94,7 @@ def model_of(size: str, dtype: str, equal_heads: bool) -> nn.Module:
 
     def redraw(name: str, weight: mx.array) -> mx.array:
         if weight.ndim >= 2 and "A_log" not in name:
-            weight = mx.random.normal(weight.shape) * (3 / weight.shape[-1] ** 0.5)
+            weight = mx.random.normal(weight.shape) * (spread / weight.shape[-1] ** 0.5)
         return weight if "A_log" in name else weight.astype(DTYPES[dtype])
 
     mx.random.seed(1)
@@ -181,11 +183,12 @@ def compare(
     for engine in engines:
         reference = plain(engine, prompt, count)
         try:
-            at = leaves(engine, prompt, reference, k)
-            at = min(at, *(leaves(engine, q, plain(engine, q, count), k) for q in more))
+            found = [leaves(engine, prompt, reference, k)]
+            found += [leaves(engine, q, plain(engine, q, count), k) for q in more]
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             print(json.dumps({**about, "engine": engine.name, "error": repr(error)}), flush=True)
             continue
+        at = min(found)
         same = {"identical": at == count, "differs_at": None if at == count else at}
         rows.append({"engine": engine.name, **same, "plain_is_mlx_lm": reference == stock})
         tasks[engine.name, "plain"] = timed(lambda e=engine: plain(e, prompt, count))
@@ -194,6 +197,8 @@ def compare(
         )
         for name, task in windows(engine, prompt, k).items():
             tasks[engine.name, name] = task
+    if not args.repeats:
+        return rows
     times = in_turn(tasks, args.repeats)
     for row in rows:
         name = row["engine"]
@@ -213,7 +218,8 @@ def main(package: str, make: Callable[[nn.Module], Engine]) -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--equal-heads", action="store_true", help="key heads = value heads")
     parser.add_argument("--prompts", type=int, default=4, help="whose texts are compared")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of the times; 0: texts only")
+    parser.add_argument("--spread", type=float, default=3.0, help="of the weights")
     parser.add_argument("--no-preload", action="store_true", help="keep the BLAS of the mlx wheel")
     args = parser.parse_args()
     if not args.no_preload:
@@ -227,7 +233,7 @@ def main(package: str, make: Callable[[nn.Module], Engine]) -> None:
     for size in args.sizes:
         for dtype in args.dtypes:
             # A model for each: ours records the layers, some peers patch their classes.
-            ours, theirs = (model_of(size, dtype, args.equal_heads) for _ in range(2))
+            ours, theirs = (model_of(size, dtype, args.spread, args.equal_heads) for _ in range(2))
             engines: list[Engine] = [Rewind(ours), make(theirs)]
             told = {**about, "size": size, "dtype": dtype}
             for row in compare(engines, told, args):

@@ -43,7 +43,12 @@ def add_to(commands: Any) -> None:
     )
     parser.set_defaults(command=_bench)
     add = parser.add_argument
-    add("--draft", choices=("none", "all", *_KINDS), default="all", help="drafters to try (all)")
+    add(
+        "--draft",
+        choices=("none", "all", *_KINDS),
+        default="all",
+        help="drafters to try (all that there are); prediction: the references of the prompts",
+    )
     add("--draft-model", help="draft model: local folder or hub name")
     add_head_options(parser)
     add(
@@ -165,8 +170,8 @@ def _some_of_each_kind(entries: list[dict[str, Any]], count: int) -> list[dict[s
 
 
 def _drafters(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, DrafterFor]:
-    """Those asked for; with `all`, those that can be had."""
-    wanted = _KINDS if args.draft == "all" else (args.draft,)
+    """Those asked for; `all` is all that can be had and need no text to expect."""
+    wanted = _KINDS[:-1] if args.draft == "all" else (args.draft,)
     drafters: dict[str, DrafterFor] = {}
     if "ngram" in wanted:
         drafters["ngram"] = lambda case: NGram()
