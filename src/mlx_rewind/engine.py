@@ -1,9 +1,9 @@
 """Many requests at once: rows that join and leave while others speculate.
 
     submit     a request waits until there is room for its tokens and for one row more
-    prefill    alone, one chunk per step, so that a long prompt delays the others by one chunk
-    first      its first round alone, on its own stock caches
-    decode     then with the others: one forward for all rows of a lane
+    prefill    alone, in chunks; a step feeds one chunk's worth of prompt tokens and no more
+    decode     with the others: one forward for all rows of a lane. A row whose caches or draft
+               caches are still empty runs its first round alone
     leave      at its end, when it is cancelled, or when it fails, which touches no other row
 
 Models whose rows cannot be fed together keep a lane per row.
@@ -13,87 +13,33 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
+from .batch import Batch, Row, token_ids
 from .cache.members import kinds_of
 from .cache.ragged import why_row_by_row
-from .draft.protocol import Drafter, Proposer, start
+from .draft.protocol import start
 from .memory import bytes_for
+from .request import Handle, Output, Request
+from .sampling import draws_of, top_logprobs
 from .speculate import Decoder
-from .stops import TextStream
-from .target import exactness
-from .types import SpecStats
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to generate, as the options of `stream_generate`.
-
-    prompt              token ids, at least one
-    drafter             guesses for this request; None for plain decoding
-    stop                strings that end the text
-    kv_bits             quantise KV caches from `quantized_kv_start` tokens on; until then the
-                        request is alone in its forwards
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int = 256
-    drafter: Drafter | Proposer | None = None
-    num_draft_tokens: int = 4
-    sampler: Sampler = greedy_sampler
-    logits_processors: Sequence[LogitsProcessor] = ()
-    stop: str | Sequence[str] = ()
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 0
-
-
-@dataclass(frozen=True)
-class Output:
-    """One token of a request, or its end without one: by an error, or a budget of nothing.
-
-    logprobs        [V] of the target
-    finish_reason   stop, length or error with the last one, else None
-    """
-
-    handle: Handle
-    token: int | None
-    text: str
-    logprobs: mx.array | None
-    from_draft: bool
-    finish_reason: str | None
-
-
-@dataclass(eq=False)
-class Handle:
-    """A request in the engine, and what came of it so far."""
-
-    id: int
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    error: Exception | None = None
-    stats: SpecStats = field(default_factory=SpecStats)
-    exactness: str = "bitwise"
-
-    @property
-    def done(self) -> bool:
-        return self.finish_reason is not None
+from .stops import TextStream, text_stream
+from .target import LAW, exactness
 
 
 @dataclass(eq=False)
 class _Job:
-    """A request at work: its row, and the decoder that it is in."""
+    """A request at work: its row, and the decoder that it is in.
+
+    bytes    of cache that it may grow to; 0 where memory has no limit
+    """
 
     handle: Handle
     row: Row
@@ -101,6 +47,10 @@ class _Job:
     prefill: Iterator[None]
     text: TextStream | None
     bytes: int
+
+    def __post_init__(self) -> None:
+        #: Prompt tokens that are not fed yet, but for the pending one.
+        self.left = self.row.prompt_length - 1
 
 
 class Engine:
@@ -110,7 +60,7 @@ class Engine:
     tokenizer            for text and end tokens; without one, requests end by their budget only
     max_rows             requests under work at once
     memory_limit         bytes that all caches of these may grow to; None for no limit
-    prefill_step_size    prompt tokens per step, which bounds how long a prompt delays the others
+    prefill_step_size    prompt tokens per chunk and per step: how long prompts delay the others
     max_draft_tokens     most draft tokens of any request
 
     Not for several threads: one owns it.
@@ -138,7 +88,7 @@ class Engine:
         self.prefill_step_size, self.max_draft_tokens = prefill_step_size, max_draft_tokens
         self.row_by_row = why_row_by_row(model)
         self._ids = itertools.count()
-        self._waiting: deque[Handle] = deque()
+        self._waiting: deque[_Job] = deque()
         self._prefilling: deque[_Job] = deque()
         self._jobs: dict[int, _Job] = {}
         self._lanes: list[Decoder] = []
@@ -159,19 +109,21 @@ class Engine:
                 f"num_draft_tokens is {request.num_draft_tokens}, the engine allows at most "
                 f"{self.max_draft_tokens}"
             )
-        need = self.bytes_for(request)
+        need = 0 if self.memory_limit is None else self.bytes_for(request)
         if self.memory_limit is not None and need > self.memory_limit:
             raise ValueError(
                 f"the request may need {need:,} bytes of cache, the limit is {self.memory_limit:,}"
             )
-        self._begin(handle)  # refuses now what it would refuse later
-        self._waiting.append(handle)
+        self._waiting.append(self._begin(handle, need))
         return handle
 
     def _frozen(self, request: Request) -> Request:
         """The request as it is now, whatever the caller does to its lists. Raises ValueError."""
-        if request.stop and self.tokenizer is None:
+        params = request.sampling
+        if (request.stop or (params and params.stop_strings)) and self.tokenizer is None:
             raise ValueError("stop strings need an engine with a tokenizer")
+        if params is not None and params.max_tokens is not None:
+            request = replace(request, max_tokens=params.max_tokens)
         if not isinstance(request.max_tokens, int):
             raise ValueError(f"max_tokens must be an int, got {request.max_tokens!r}")
         if not callable(request.sampler):
@@ -188,17 +140,17 @@ class Engine:
             return
         if self._is_stepping:
             raise RuntimeError("cancel between two steps, not from inside one")
-        job = self._jobs.get(handle.id)
-        if not (handle in self._waiting or (job is not None and job.handle is handle)):
+        known = itertools.chain(self._waiting, self._jobs.values())
+        job = next((job for job in known if job.handle is handle), None)
+        if job is None:
             raise ValueError(f"request {handle.id} does not belong to this engine")
         handle.finish_reason = "cancelled"
-        if job is None:
-            self._waiting.remove(handle)
-        elif job in self._prefilling:
-            self._prefilling.remove(job)
-            self._end(job)
-        else:
-            self._leave(job.decoder, [job])
+        for queue in (self._waiting, self._prefilling):
+            if job in queue:
+                queue.remove(job)
+                self._end(job)
+                return
+        self._leave(job.decoder, [job])
 
     @property
     def is_busy(self) -> bool:
@@ -224,14 +176,14 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Output]:
-        """Admits what fits, feeds one chunk of one prompt, runs one round of every row."""
+        """Admits what fits, feeds prompts for one chunk's worth, runs one round of every row."""
         self._is_stepping = True
         try:
             self._admit()
             outputs = self._prefill()
+            self._merge()
             for lane in list(self._lanes):
                 outputs += self._round(lane)
-            self._merge()
         finally:
             self._is_stepping = False
         return outputs
@@ -239,23 +191,25 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and len(self._jobs) < self.max_rows:
             # Rows that share a buffer are all as long as the longest.
-            needs = [self.bytes_for(self._waiting[0].request)]
-            needs += [job.bytes for job in self._jobs.values()]
+            needs = [job.bytes for job in (self._waiting[0], *self._jobs.values())]
             if self.memory_limit is not None and max(needs) * len(needs) > self.memory_limit:
                 return
-            handle = self._waiting.popleft()
-            job = self._begin(handle)
-            self._jobs[handle.id] = job
+            job = self._waiting.popleft()
+            self._jobs[job.handle.id] = job
             self._prefilling.append(job)
 
-    def _begin(self, handle: Handle) -> _Job:
+    def _begin(self, handle: Handle, need: int) -> _Job:
         request = handle.request
+        prompt, params = token_ids(request.prompt), request.sampling
+        ends = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        draws = draws_of(params, request.acceptance, len(prompt), ends)
         row = Row(
-            token_ids(request.prompt),
+            prompt,
             max_tokens=request.max_tokens,
             num_draft_tokens=request.num_draft_tokens,
             sampler=request.sampler,
             processors=tuple(request.logits_processors),
+            draws=draws,
             stats=handle.stats,
         )
         batch = Batch(self.model, make_prompt_cache(self.model), [row], isolates=True)
@@ -264,24 +218,41 @@ class Engine:
             quantize = request.quantized_kv_start, request.kv_group_size, request.kv_bits
         decoder = Decoder(batch, quantize)
         handle.exactness = exactness(self.model, batch.cache)
+        handle.seed = None if draws is None else draws.seed
+        if params is not None:
+            params.check_vocab(decoder.target.vocab_size)
         if request.drafter is not None:
             decoder.plan.check_windows()
-            row.proposer = start(request.drafter, decoder.target)
+            row.proposer = start(request.drafter, decoder.target, draws)
+            if draws is not None and draws.acceptance != "match":
+                handle.exactness = LAW
         prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None)
-        text = None if self.tokenizer is None else TextStream(self.tokenizer, request.stop)
-        return _Job(handle, row, decoder, prefill, text, self.bytes_for(request))
+        text = None
+        if self.tokenizer is not None:
+            text = text_stream(self.tokenizer, request.stop, params)
+        return _Job(handle, row, decoder, prefill, text, need)
 
     def _prefill(self) -> list[Output]:
-        """One chunk of the oldest prompt that is not through."""
-        if not self._prefilling:
-            return []
-        job = self._prefilling[0]
-        more = False
-        with job.decoder.batch.guard(job.row):
-            more = next(job.prefill, self) is not self
-        if more:
-            return []
-        self._prefilling.popleft()
+        """Chunks of the oldest prompts that are not through, a chunk's worth of tokens in all."""
+        outputs: list[Output] = []
+        budget = self.prefill_step_size
+        while self._prefilling:
+            job = self._prefilling[0]
+            budget -= min(job.left, self.prefill_step_size)
+            if budget < 0:
+                break
+            more = False
+            with job.decoder.batch.guard(job.row):
+                more = next(job.prefill, self) is not self
+            if more:
+                job.left -= self.prefill_step_size
+            else:
+                self._prefilling.popleft()
+                outputs += self._begun(job)
+        return outputs
+
+    def _begun(self, job: _Job) -> list[Output]:
+        """The prompt is read, or failed: to the rounds, or to the end."""
         if job.row.error is not None:
             return [self._fail(job)]
         if job.row.remaining == 0:
@@ -318,11 +289,14 @@ class Engine:
             text, reason = job.text.take(token, is_last=job.row.remaining == 0)
         elif job.row.remaining == 0:
             reason = "length"
-        handle = job.handle
+        handle, params = job.handle, job.handle.request.sampling
+        if job.text is None and params is not None and token in params.stop_ids:
+            reason = "stop"
+        best = top_logprobs(logprobs, (params and params.logprobs) or 0)
         handle.tokens.append(token)
         handle.text += text
         handle.finish_reason = reason
-        return Output(handle, token, text, logprobs, from_draft, reason)
+        return Output(handle, token, text, logprobs, from_draft, reason, best)
 
     def _fail(self, job: _Job) -> Output:
         handle, error = job.handle, job.row.error
@@ -336,7 +310,7 @@ class Engine:
     # -- lanes ----------------------------------------------------------------------------------
 
     def _merge(self) -> None:
-        """Puts rows that are past their first round together, where the model can feed them so."""
+        """Puts rows that are ready together, where the model can feed them so."""
         if self.row_by_row is not None:
             return
         together: dict[Any, Decoder] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,9 +19,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
 from .draft.model import DraftModel, check_tokenizers
 from .draft.protocol import Drafter, Proposer, kind_of, start
+from .sampling import Acceptance, SamplingParams, draws_of, top_logprobs
 from .speculate import Decoder
-from .stops import TextStream
-from .target import exactness
+from .stops import TextStream, text_stream
+from .target import LAW, exactness
 from .types import SpecStats
 
 Progress = Callable[[int, int], None]
@@ -38,7 +39,9 @@ class GenerationResponse(PlainResponse):
     mean_acceptance_length      tokens per forward of the target
     draft_n_per_position, draft_n_accepted_per_position
                                 the same by position in the window
-    exactness                   bitwise, token or near-tie (docs/exactness.md)
+    exactness                   bitwise, token, near-tie or law (docs/exactness.md)
+    seed                        the seed of the draws, None without `sampling`
+    top_logprobs                the best (id, logprob) of this position, if `sampling` asks for them
     """
 
     draft_kind: str = "none"
@@ -49,6 +52,8 @@ class GenerationResponse(PlainResponse):
     draft_n_per_position: list[int] = field(default_factory=list)
     draft_n_accepted_per_position: list[int] = field(default_factory=list)
     exactness: str = "bitwise"
+    seed: int | None = None
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -65,6 +70,8 @@ class _Options:
     max_tokens: int = 256
     sampler: Sampler | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    sampling: SamplingParams | None = None
+    acceptance: Acceptance = "match"
     max_kv_size: int | None = None
     prompt_cache: list[Any] | None = None
     prefill_step_size: int = 2048
@@ -72,6 +79,12 @@ class _Options:
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
     prompt_progress_callback: Progress | None = None
+
+    @property
+    def budget(self) -> int:
+        """Tokens to generate; negative for no limit."""
+        own = None if self.sampling is None else self.sampling.max_tokens
+        return self.max_tokens if own is None else own
 
     @property
     def quantize(self) -> tuple[int, int, int] | None:
@@ -88,6 +101,7 @@ class _Generation:
         model: nn.Module,
         drafter: Drafter | Proposer | None,
         options: _Options,
+        ends: Iterable[int] = (),
     ) -> None:
         tokens = token_ids(prompt)
         if options.prefill_step_size < 1:
@@ -99,19 +113,26 @@ class _Generation:
         cache = options.prompt_cache
         if cache is None:
             cache = _make_cache(model, options.max_kv_size)
+        self.sampling = options.sampling
+        draws = draws_of(options.sampling, options.acceptance, len(tokens), ends)
         self.row = Row(
             tokens,
-            max_tokens=options.max_tokens,
+            max_tokens=options.budget,
             num_draft_tokens=options.num_draft_tokens,
             sampler=options.sampler or greedy_sampler,
             processors=tuple(options.logits_processors or ()),
+            draws=draws,
         )
         batch = Batch(model, cache, [self.row])
         self._decoder = Decoder(batch, options.quantize)
         self.exactness = exactness(model, cache)
+        if options.sampling is not None:
+            options.sampling.check_vocab(self._decoder.target.vocab_size)
         if drafter is not None:
             self._decoder.plan.check_windows()
-            self.row.proposer = start(drafter, self._decoder.target)
+            self.row.proposer = start(drafter, self._decoder.target, draws)
+            if draws is not None and draws.acceptance != "match":
+                self.exactness = LAW
 
     @property
     def stats(self) -> SpecStats:
@@ -120,6 +141,7 @@ class _Generation:
     def tokens(self) -> Generator[Emission, None, None]:
         """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
         decoder = self._decoder
+        stop_ids = () if self.sampling is None else self.sampling.stop_ids
         try:
             for _ in decoder.prefill(self._options.prefill_step_size, self._progress):
                 pass
@@ -135,6 +157,8 @@ class _Generation:
                     self.row.tokens.append(token)
                     decoder.emitted[0] += 1  # nothing can interrupt between this and the yield
                     yield emission
+                    if token in stop_ids:
+                        return
                 decoder.commit()
         finally:
             try:
@@ -152,6 +176,8 @@ def generate_step(
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
+    sampling: SamplingParams | None = None,
+    acceptance: Acceptance = "match",
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
@@ -168,6 +194,9 @@ def generate_step(
     max_tokens          tokens to generate, negative for no limit
     sampler             mlx-lm sampler, called once per emitted position; default argmax
     logits_processors   mlx-lm processors; they see prompt, emitted tokens and the draft before
+    sampling            in place of a sampler: draws that depend on nothing but seed and position
+    acceptance          with `sampling`: match keeps drafts that equal the target's draws, rejection
+                        and block accept more by ratios of laws, with the same law and other draws
     prompt_cache        the target's caches, updated in place, possibly with history. At every yield
                         and after close they hold history + prompt + emitted[:-1]; if prefill fails,
                         what they held before
@@ -184,6 +213,8 @@ def generate_step(
         max_tokens=max_tokens,
         sampler=sampler,
         logits_processors=logits_processors,
+        sampling=sampling,
+        acceptance=acceptance,
         max_kv_size=max_kv_size,
         prompt_cache=prompt_cache,
         prefill_step_size=prefill_step_size,
@@ -192,6 +223,8 @@ def generate_step(
         quantized_kv_start=quantized_kv_start,
         prompt_progress_callback=prompt_progress_callback,
     )
+    if sampling is not None and sampling.stop_strings:
+        raise ValueError("stop strings need a tokenizer: use stream_generate")
     return _Generation(prompt, model, drafter, options).tokens()
 
 
@@ -216,8 +249,6 @@ def stream_generate(
 
     Raises as `generate_step` does, at the call.
     """
-    if max_tokens == 0:
-        raise ValueError("max_tokens must not be 0 (use -1 for no limit)")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     if draft_model is not None:
@@ -230,8 +261,11 @@ def stream_generate(
     if unknown:
         raise TypeError(f"stream_generate() got unexpected options {sorted(unknown)}")
     options = _Options(max_tokens=max_tokens, **kwargs)
-    generation = _Generation(encode(tokenizer, prompt), model, drafter, options)
-    return _stream(generation, model, TextStream(tokenizer, stop))
+    if options.budget == 0:
+        raise ValueError("max_tokens must not be 0 (use -1 for no limit)")
+    ends = tokenizer.eos_token_ids
+    generation = _Generation(encode(tokenizer, prompt), model, drafter, options, ends)
+    return _stream(generation, model, text_stream(tokenizer, stop, options.sampling))
 
 
 def generate(
@@ -314,7 +348,8 @@ class _Clock:
         from_draft: bool,
         finish_reason: str | None = None,
     ) -> GenerationResponse:
-        stats = self._generation.stats
+        stats, params = self._generation.stats, self._generation.sampling
+        draws = self._generation.row.draws
         return GenerationResponse(
             text=text,
             token=token,
@@ -334,4 +369,6 @@ class _Clock:
             draft_n_per_position=list(stats.drafted_per_position),
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
+            seed=None if draws is None else draws.seed,
+            top_logprobs=top_logprobs(logprobs, (params and params.logprobs) or 0),
         )
