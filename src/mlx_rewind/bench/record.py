@@ -14,7 +14,7 @@ from ..target import Target
 Clock = Callable[[], float]
 
 
-class Guess(NamedTuple):
+class Proposal(NamedTuple):
     """One call of a drafter: tokens proposed, and seconds until they were computed."""
 
     drafted: int
@@ -39,7 +39,7 @@ class Recorder(Drafter):
     kind: ClassVar[str] = "recorded"
     drafter: Drafter | Proposer
     clock: Clock
-    guesses: dict[int, Guess] = field(default_factory=dict)
+    guesses: dict[int, Proposal] = field(default_factory=dict)
 
     def start(self, target: Target) -> Proposer:
         return _Recorded(start(self.drafter, target), self)
@@ -57,7 +57,7 @@ class _Recorded(Session):
         guesses = self.proposer.propose(tokens, num_draft_tokens)
         mx.eval(guesses)
         seconds = self.recorder.clock() - begun
-        self.recorder.guesses[len(tokens)] = Guess(len(guesses), seconds)
+        self.recorder.guesses[len(tokens)] = Proposal(len(guesses), seconds)
         return guesses
 
     def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
