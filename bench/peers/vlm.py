@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 from mlx_vlm.models.qwen3_5.config import TextConfig
 from mlx_vlm.models.qwen3_5.language import LanguageModel
 from mlx_vlm.speculative.cache_state import commit_speculative_round
-from mlx_vlm.speculative.common import verify_forward
 
 
 class Vlm:
@@ -36,11 +35,16 @@ class Vlm:
         return self.model(tokens, cache=cache).logits
 
     def verify(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        output, self.state = verify_forward(self.model, tokens, cache)
-        return output.logits
+        *_, self.state, logits = self.model.speculative_verify_logits(tokens, cache, _as_they_are)
+        return logits
 
     def keep(self, cache: list[Any], accepted: int, drafted: int) -> None:
         commit_speculative_round(self.model, cache, self.state, accepted, drafted + 1)
+
+
+def _as_they_are(logits: mx.array) -> mx.array:
+    """In the place of the sampler."""
+    return logits
 
 
 if __name__ == "__main__":
