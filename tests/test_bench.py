@@ -1,6 +1,9 @@
 """The benchmark's arithmetic, on a clock that only the model and the drafter move."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -255,6 +258,25 @@ def test_openblas_is_found_and_comes_first(tmp_path: Path) -> None:
     assert environment["HOME"] == "h"
     assert blas.preloaded({"OPENBLAS_NUM_THREADS": "2"}, None)["OPENBLAS_NUM_THREADS"] == "2"
     assert "LD_PRELOAD" not in blas.preloaded({}, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no restart here")
+def test_the_command_runs_under_openblas_by_itself() -> None:
+    if blas.find_openblas() is None:
+        pytest.skip("OpenBLAS is missing (Debian: apt-get install libopenblas0-pthread)")
+    options = ["--max-tokens", "8", "--repeats", "1", "--memory-tokens", "0", "--json"]
+    command = ["bench", "--synthetic", "5M", "--num-draft-tokens", "2", *options]
+    run = subprocess.run(
+        [sys.executable, "-m", "mlx_rewind.cli", *command],
+        env={name: x for name, x in os.environ.items() if name != "OPENBLAS_NUM_THREADS"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert (told["blas"], told["blas_threads"]) == ("openblas", 1)
+    assert told["exactness"] == "near-tie"
 
 
 class Restarted(Exception):  # noqa: N818
