@@ -6,12 +6,14 @@ from .cache.describe import CacheRecord, inspect
 from .cache.retrace import record_rollback
 from .cache.round import Round
 from .cache.trim import speculative_prompt_cache, start_speculation, stop_speculation
+from .draft.auto import Auto
 from .draft.model import DraftModel
 from .draft.mtp import MTP
 from .draft.ngram import NGram, Prediction
 from .engine import Engine
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
 from .generate import GenerationResponse, generate, generate_step, stream_generate
+from .grammar import Grammar
 from .load import load, load_draft, load_mtp
 from .many import BatchResult, batch_generate
 from .request import Handle, Output, Request
@@ -21,12 +23,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MTP",
+    "Auto",
     "BatchResult",
     "CacheRecord",
     "DraftMismatchError",
     "DraftModel",
     "Engine",
     "GenerationResponse",
+    "Grammar",
     "Handle",
     "NGram",
     "Output",

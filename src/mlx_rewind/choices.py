@@ -11,7 +11,6 @@ further than asked, just as in plain decoding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,24 +159,27 @@ class Verify:
     def _changed(self, b: int) -> mx.array | None:
         """Logits [K + 1, V] of an eager row after its processors; None for a row without any."""
         row, at, size = self.batch.rows[b], self._position(b), self.draft.lengths[b] + 1
-        logits, own, changed = self._logits(b), row.draws, False
-        if own is not None and any(own.changes(at + i) for i in range(size)):
-            reach = own.reach
-            history = mx.array(row.tokens[max(0, at - 1 - reach) : at - 1], mx.int32)
-            history = mx.concatenate([history, self.window[b, :size].astype(mx.int32)])
-            ends = [history.size - size + i + 1 for i in range(size)]
-            rows = [
-                own.processed(logits[i : i + 1], history[: ends[i]], at + i) for i in range(size)
-            ]
-            logits, changed = mx.concatenate(rows), True
+        own, logits, changed = row.draws, self._logits(b), bool(row.processors)
+        if own is not None and own.params.penalties:
+            logits, changed = self._penalised(b, own, logits), True
         if row.processors:
             guesses: Any = self.draft.tokens[b, : size - 1].tolist() if size > 1 else []
             for processor in row.processors:
                 assert isinstance(processor, WindowProcessor)
-                logits, changed = processor.window(row.tokens, guesses, logits), True
-        if not changed:
-            return None
-        return mx.concatenate([logits, self.logits[b, size:]])
+                logits = processor.window(row.tokens, guesses, logits)
+        banned = [i for i in range(size) if own is not None and own.bans(at + i)]
+        if own is not None and banned:  # the first positions
+            parts = [own.without_ends(logits[i : i + 1]) for i in banned]
+            logits, changed = mx.concatenate([*parts, logits[len(banned) :]]), True
+        return mx.concatenate([logits, self.logits[b, size:]]) if changed else None
+
+    def _penalised(self, b: int, own: Draws, logits: mx.array) -> mx.array:
+        row, at, size = self.batch.rows[b], self._position(b), logits.shape[0]
+        known = mx.array(row.tokens[max(0, at - 1 - own.reach) : at - 1], mx.int32)
+        history = mx.concatenate([known, self.window[b, :size].astype(mx.int32)])
+        ends = [known.size + i + 1 for i in range(size)]
+        each = [own.penalised(logits[i : i + 1], history[: ends[i]]) for i in range(size)]
+        return mx.concatenate(each)
 
     # -- one row --------------------------------------------------------------------------------
 
@@ -305,12 +307,3 @@ class Stepwise(Choices):
         token, logprobs = self._row.choose(logits, history, self._position + i)
         self._tokens.append(token)
         self._logprobs.append(logprobs)
-
-
-def legal(row: Row, guesses: Sequence[int]) -> int:
-    """How many leading draft tokens the row's processors allow to be verified."""
-    count = len(guesses)
-    for processor in row.processors:
-        if isinstance(processor, WindowProcessor):
-            count = min(count, processor.legal(row.tokens, list(guesses[:count])))
-    return count

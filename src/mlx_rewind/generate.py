@@ -17,8 +17,9 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
-from .draft.model import DraftModel, check_tokenizers
-from .draft.protocol import Drafter, Proposer, kind_of, start
+from .draft.auto import check_drafter
+from .draft.model import DraftModel
+from .draft.protocol import Drafter, Proposer, kind_of
 from .sampling import Acceptance, SamplingParams, draws_of, top_logprobs
 from .speculate import Decoder
 from .stops import TextStream, text_stream
@@ -41,6 +42,7 @@ class GenerationResponse(PlainResponse):
                                 the same by position in the window
     exactness                   bitwise, token, near-tie or law (docs/exactness.md)
     seed                        the seed of the draws, None without `sampling`
+    draft_reason                why `Auto` does what it does, empty for another drafter
     top_logprobs                the best (id, logprob) of this position, if `sampling` asks for them
     """
 
@@ -53,6 +55,7 @@ class GenerationResponse(PlainResponse):
     draft_n_accepted_per_position: list[int] = field(default_factory=list)
     exactness: str = "bitwise"
     seed: int | None = None
+    draft_reason: str = ""
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -129,8 +132,7 @@ class _Generation:
         if options.sampling is not None:
             options.sampling.check_vocab(self._decoder.target.vocab_size)
         if drafter is not None:
-            self._decoder.plan.check_windows()
-            self.row.proposer = start(drafter, self._decoder.target, draws)
+            self._decoder.start(drafter)
             if draws is not None and draws.acceptance != "match":
                 self.exactness = LAW
 
@@ -255,8 +257,7 @@ def stream_generate(
         if drafter is not None:
             raise ValueError("give either drafter or draft_model, not both")
         drafter = DraftModel(draft_model)
-    if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
-        check_tokenizers(tokenizer, drafter.tokenizer)
+    check_drafter(tokenizer, drafter)
     unknown = kwargs.keys() - {known.name for known in fields(_Options)}
     if unknown:
         raise TypeError(f"stream_generate() got unexpected options {sorted(unknown)}")
@@ -369,6 +370,7 @@ class _Clock:
             draft_n_per_position=list(stats.drafted_per_position),
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
+            draft_reason=stats.reason,
             seed=None if draws is None else draws.seed,
             top_logprobs=top_logprobs(logprobs, (params and params.logprobs) or 0),
         )

@@ -243,27 +243,27 @@ class Draws:
             p.frequency_context_size,
         )
 
-    def changes(self, position: int) -> bool:
-        """Whether logits at a position of the row are changed at all."""
-        return bool(self.params.penalties) or self._bans(position)
-
     @property
     def reach(self) -> int:
         """Tokens before a position that its penalties look at."""
         sizes = (size for penalty, size in self.params.penalties[1:] if penalty)
         return max(sizes, default=0)
 
-    def processed(self, logits: mx.array, history: mx.array, position: int) -> mx.array:
-        """Logits [1, V] after bias, penalties and `min_tokens`; history [>= reach] ends before."""
+    def penalised(self, logits: mx.array, history: mx.array) -> mx.array:
+        """Logits [1, V] after bias and penalties; history [>= reach] ends before their position."""
         for processor in self._processors if self.params.penalties else ():
             logits = processor(history, logits)
-        if self._bans(position):
-            ends = mx.array(sorted(self.ends), mx.int32)
-            logits = mx.put_along_axis(logits, ends[None], mx.array(-mx.inf, logits.dtype), axis=-1)
         return logits
 
-    def _bans(self, position: int) -> bool:
+    def bans(self, position: int) -> bool:
+        """Whether `min_tokens` forbids end tokens at a position of the row."""
         return bool(self.ends) and position - self.start < self.params.min_tokens
+
+    def without_ends(self, logits: mx.array) -> mx.array:
+        """Logits [1, V] without end tokens, unless a constraint allows nothing else."""
+        ends = mx.array(sorted(self.ends), mx.int32)
+        others = mx.put_along_axis(logits, ends[None], mx.array(-mx.inf, logits.dtype), axis=-1)
+        return mx.where(others.max() == -mx.inf, logits, others)
 
 
 def draws_of(

@@ -128,6 +128,7 @@ class SpecStats:
     drafted_per_position    [i]: rounds in which there was one
     steps                   all forwards of the target after prefill, plain ones included
     emitted                 tokens handed to the caller
+    reason                  why `Auto` does what it does, empty for another drafter
     """
 
     rounds: int = 0
@@ -137,6 +138,7 @@ class SpecStats:
     emitted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    reason: str = ""
 
     def count(self, drafted: int, accepted: int, emitted: int) -> None:
         """Adds a round of `drafted` proposals, `accepted` of them right, that emitted `emitted`."""

@@ -25,7 +25,7 @@ from ..draft.protocol import Drafter, Proposer
 from ..generate import generate_step
 from ..types import SpecStats
 from .measure import Stretch, decode, ratio, seconds_per_token
-from .record import Clock, Recorder, Verify, cut
+from .record import Clock, Proposal, Recorder, Verify, cut
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Trial:
     """A drafter with a draft length, before its figures are known.
 
     rounds      index of the case -> its rounds but for the first
-    seconds     of all the guesses in these rounds
+    proposals   of these rounds
     """
 
     model: nn.Module
@@ -101,7 +101,7 @@ class Trial:
     drafter_for: DrafterFor
     num_draft_tokens: int
     rounds: dict[int, list[Verify]] = field(default_factory=dict)
-    seconds: float = 0.0
+    proposals: list[Proposal] = field(default_factory=list)
     identical: bool = True
 
     @property
@@ -120,7 +120,7 @@ class Trial:
         guesses = {length - at: guess for length, guess in recorder.guesses.items()}
         lengths = {start: guess.drafted for start, guess in guesses.items()}
         _, *self.rounds[index] = cut([drafted for _, _, drafted in steps], lengths)
-        self.seconds += sum(guess.seconds for start, guess in guesses.items() if start > 0)
+        self.proposals += [guess for start, guess in guesses.items() if start > 0]
 
     def timed(self, case: Case, clock: Clock) -> Callable[[], Stretch]:
         """What decodes the case and takes the time of it."""
@@ -144,7 +144,7 @@ class Trial:
         kinds: dict[str, list[int]] = defaultdict(list)
         for i in self.rounds:
             kinds[cases[i].prompt.kind].append(i)
-        guessing = self.seconds / median(plain)
+        guessing = _guessing(self.proposals) / median(plain)
         verifying = sum(verify[one.drafted + 1] - verify[1] for one in rounds)
         drafted = max(1, stats.drafted)
         return Run(
@@ -222,6 +222,14 @@ def _count(rounds: Sequence[Verify]) -> SpecStats:
     for one in rounds:
         stats.count(*one)
     return stats
+
+
+def _guessing(proposals: Sequence[Proposal]) -> float:
+    """Seconds of all proposals, each as long as the median of those with as many tokens."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for one in proposals:
+        seconds[one.drafted].append(one.seconds)
+    return sum(len(found) * median(found) for found in seconds.values())
 
 
 def _speed(plain: Sequence[float], stretches: Iterable[list[Stretch]]) -> float:

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from ..draft.protocol import Drafter, kind_of
 from ..engine import Engine
 from ..generate import encode
+from ..grammar import Grammar
 from ..request import Handle, Request
 from .progress import progress_bar
 from .sampling import OPTIONS, logprob_record, sampling_for
@@ -75,6 +76,7 @@ def generate_all(
     model: nn.Module,
     tokenizer: Any,
     drafter: Drafter | None,
+    grammar: Grammar | None,
     args: argparse.Namespace,
 ) -> None:
     """Runs all prompts through an engine; prints one JSON line for each, in their order."""
@@ -86,10 +88,10 @@ def generate_all(
         max_draft_tokens=max(0, *(_own(entry, "num_draft_tokens", args) for entry in entries)),
     )
     handles = [
-        engine.submit(_request(entry, encode(tokenizer, prompt), drafter, args))
+        engine.submit(_request(entry, encode(tokenizer, prompt), drafter, grammar, args))
         for entry, prompt in zip(entries, prompts, strict=True)
     ]
-    printed = 0
+    printed, over = 0, set()
     logprobs: dict[int, list[dict[str, Any]]] = {handle.id: [] for handle in handles}
     with progress_bar("prompts") as progress:
         for output in engine:
@@ -99,9 +101,10 @@ def generate_all(
                 logprobs[output.handle.id].append(told)
             if output.finish_reason is None:
                 continue
+            over.add(output.handle.id)
             if progress is not None:
-                progress(sum(handle.done for handle in handles), len(handles))
-            while printed < len(handles) and handles[printed].done:
+                progress(len(over), len(handles))
+            while printed < len(handles) and handles[printed].id in over:
                 result = _result(printed, entries[printed], handles[printed], drafter)
                 told_of = logprobs.pop(handles[printed].id)
                 print(json.dumps(result | ({"logprobs": told_of} if told_of else {})))
@@ -117,7 +120,11 @@ def _own(entry: dict[str, Any], field: str, args: argparse.Namespace) -> Any:
 
 
 def _request(
-    entry: dict[str, Any], prompt: Any, drafter: Drafter | None, args: argparse.Namespace
+    entry: dict[str, Any],
+    prompt: Any,
+    drafter: Drafter | None,
+    grammar: Grammar | None,
+    args: argparse.Namespace,
 ) -> Request:
     return Request(
         prompt,
@@ -126,6 +133,7 @@ def _request(
         num_draft_tokens=_own(entry, "num_draft_tokens", args),
         sampling=sampling_for(args, entry),
         acceptance=args.acceptance,
+        logits_processors=(grammar.processor(),) if grammar else (),
         stop=args.stop,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
@@ -149,6 +157,7 @@ def _result(
         "draft_n": stats.drafted,
         "draft_n_accepted": stats.accepted,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_reason": stats.reason,
         "exactness": handle.exactness,
         "seed": handle.seed,
     }

@@ -18,7 +18,7 @@ from .batch import generate_all, read_prompts
 from .drafting import add_draft_options, draft_kind, drafter_for
 from .options import common_options, number, true_or_false
 from .progress import progress_bar
-from .sampling import add_sampling_options, logprob_record, sampling_for
+from .sampling import add_sampling_options, grammar_for, logprob_record, sampling_for
 
 _DEFAULT_PROMPT = "Count from 1 to 20."
 
@@ -51,9 +51,10 @@ def _generate(args: argparse.Namespace) -> None:
     _add_end_tokens(tokenizer, args.extra_eos_token)
     prompt = _apply_template(tokenizer, prompt_text, args)
     drafter = drafter_for(kind, args, model, tokenizer)
+    grammar = grammar_for(args, tokenizer)
     if entries:
         prompts = [_apply_template(tokenizer, entry["prompt"], args) for entry in entries]
-        generate_all(entries, prompts, model, tokenizer, drafter, args)
+        generate_all(entries, prompts, model, tokenizer, drafter, grammar, args)
         return
     with progress_bar("prompt", ends_full=True) as progress:
         responses = stream_generate(
@@ -66,6 +67,7 @@ def _generate(args: argparse.Namespace) -> None:
             stop=args.stop,
             sampling=sampling,
             acceptance=args.acceptance,
+            logits_processors=[grammar.processor()] if grammar else None,
             max_kv_size=args.max_kv_size,
             prefill_step_size=args.prefill_step_size,
             kv_bits=args.kv_bits,
@@ -128,6 +130,8 @@ def closing_line(response: GenerationResponse) -> str:
             f"{response.mean_acceptance_length:.2f} tokens per step",
             f"acceptance per position {shares or '-'}",
         ]
+    if response.draft_reason:
+        parts.append(response.draft_reason)
     return " | ".join([*parts, response.exactness, str(response.finish_reason)])
 
 
