@@ -1,4 +1,4 @@
-"""The command line: `mlx-rewind generate`, `convert` and `inspect`."""
+"""The command line: `mlx-rewind generate`, `bench`, `convert` and `inspect`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from . import convert, generate, inspect
+from . import bench, convert, generate, inspect
 from .options import OneLineParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, or 2 after one line that says what was wrong."""
     args = _parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     command: Callable[[argparse.Namespace], None] = args.command
     try:
         command(args)
@@ -35,6 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (generate, convert, inspect):
+    for command in (generate, bench, convert, inspect):
         command.add_to(commands)
     return parser
