@@ -1,5 +1,6 @@
 """Exact speculative decoding with cache rollback for every model that mlx-lm runs."""
 
+from .audit import audit
 from .batch import WindowProcessor
 from .cache.attach import attach, detach
 from .cache.describe import CacheRecord, inspect
@@ -42,6 +43,7 @@ __all__ = [
     "UnsupportedModelError",
     "WindowProcessor",
     "attach",
+    "audit",
     "batch_generate",
     "detach",
     "generate",

@@ -41,6 +41,7 @@ class GenerationResponse(PlainResponse):
     draft_n_per_position, draft_n_accepted_per_position
                                 the same by position in the window
     exactness                   bitwise, token, near-tie or law (docs/exactness.md)
+    draft_rechecks              rounds that were cut before a near-tie, see `recheck`
     seed                        the seed of the draws, None without `sampling`
     draft_reason                why `Auto` does what it does, empty for another drafter
     top_logprobs                the best (id, logprob) of this position, if `sampling` asks for them
@@ -54,6 +55,7 @@ class GenerationResponse(PlainResponse):
     draft_n_per_position: list[int] = field(default_factory=list)
     draft_n_accepted_per_position: list[int] = field(default_factory=list)
     exactness: str = "bitwise"
+    draft_rechecks: int = 0
     seed: int | None = None
     draft_reason: str = ""
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
@@ -75,6 +77,7 @@ class _Options:
     logits_processors: Sequence[LogitsProcessor] | None = None
     sampling: SamplingParams | None = None
     acceptance: Acceptance = "match"
+    recheck: float = 0.0
     max_kv_size: int | None = None
     prompt_cache: list[Any] | None = None
     prefill_step_size: int = 2048
@@ -125,6 +128,7 @@ class _Generation:
             sampler=options.sampler or greedy_sampler,
             processors=tuple(options.logits_processors or ()),
             draws=draws,
+            recheck=options.recheck,
         )
         batch = Batch(model, cache, [self.row])
         self._decoder = Decoder(batch, options.quantize)
@@ -180,6 +184,7 @@ def generate_step(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     sampling: SamplingParams | None = None,
     acceptance: Acceptance = "match",
+    recheck: float = 0.0,
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
@@ -197,11 +202,10 @@ def generate_step(
     sampler             mlx-lm sampler, called once per emitted position; default argmax
     logits_processors   mlx-lm processors; they see prompt, emitted tokens and the draft before
     sampling            in place of a sampler: draws that depend on nothing but seed and position
-    acceptance          with `sampling`: match keeps drafts that equal the target's draws, rejection
-                        and block accept more by ratios of laws, with the same law and other draws
-    prompt_cache        the target's caches, updated in place, possibly with history. At every yield
-                        and after close they hold history + prompt + emitted[:-1]; if prefill fails,
-                        what they held before
+    acceptance          with `sampling`: match; rejection or block: the same law, other draws
+    recheck             positions with a smaller gap in last places become single steps, see `ties`
+    prompt_cache        the target's caches, with history or none, updated in place: at every yield
+                        and after close history + prompt + emitted[:-1]; as before if prefill fails
     kv_bits             quantise KV caches from `quantized_kv_start` tokens on, as mlx-lm does
 
     Yields (token, logprobs [V] of the target, from_draft).
@@ -217,6 +221,7 @@ def generate_step(
         logits_processors=logits_processors,
         sampling=sampling,
         acceptance=acceptance,
+        recheck=recheck,
         max_kv_size=max_kv_size,
         prompt_cache=prompt_cache,
         prefill_step_size=prefill_step_size,
@@ -371,6 +376,7 @@ class _Clock:
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
             draft_reason=stats.reason,
+            draft_rechecks=stats.rechecks,
             seed=None if draws is None else draws.seed,
             top_logprobs=top_logprobs(logprobs, (params and params.logprobs) or 0),
         )
