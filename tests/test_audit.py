@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 
 import mlx_rewind
-import test_openblas
 import test_sabotage
 import zoo
 from mlx_rewind import DraftMismatchError, UnsupportedModelError, cli
@@ -26,6 +25,7 @@ from mlx_rewind.audit.judge import Judge, Place
 from mlx_rewind.audit.rounding import Bounds, Noise, gap
 from mlx_rewind.audit.runs import Plain, Planned, Walk, accept_lengths, spread
 from mlx_rewind.audit.state import Part, clone, distances, parts
+from mlx_rewind.bench.blas import find_openblas
 from mlx_rewind.cache import members, retrace, undo
 from mlx_rewind.cli.audit import print_report
 from mlx_rewind.ties import gaps, ulp
@@ -252,7 +252,7 @@ def test_windows_far_from_single_steps_are_a_fault() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX has its own BLAS here")
 def test_openblas_gives_near_ties_and_no_fault() -> None:
-    library = test_openblas.find_library()
+    library = find_openblas()
     if library is None:
         pytest.skip("OpenBLAS is missing (Debian: apt-get install libopenblas0-pthread)")
     settings = {"LD_PRELOAD": library, "OPENBLAS_NUM_THREADS": "1"}

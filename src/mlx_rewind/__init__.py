@@ -7,6 +7,7 @@ from .cache.describe import CacheRecord, inspect
 from .cache.retrace import record_rollback
 from .cache.round import Round
 from .cache.trim import speculative_prompt_cache, start_speculation, stop_speculation
+from .draft.auto import Auto
 from .draft.model import DraftModel
 from .draft.mtp import MTP
 from .draft.ngram import NGram, Prediction
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MTP",
+    "Auto",
     "BatchResult",
     "CacheRecord",
     "DraftMismatchError",

@@ -17,8 +17,9 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
-from .draft.model import DraftModel, check_tokenizers
-from .draft.protocol import Drafter, Proposer, kind_of, start
+from .draft.auto import check_drafter
+from .draft.model import DraftModel
+from .draft.protocol import Drafter, Proposer, kind_of
 from .sampling import Acceptance, SamplingParams, draws_of, top_logprobs
 from .speculate import Decoder
 from .stops import TextStream, text_stream
@@ -42,6 +43,7 @@ class GenerationResponse(PlainResponse):
     exactness                   bitwise, token, near-tie or law (docs/exactness.md)
     draft_rechecks              rounds that were cut before a near-tie, see `recheck`
     seed                        the seed of the draws, None without `sampling`
+    draft_reason                why `Auto` does what it does, empty for another drafter
     top_logprobs                the best (id, logprob) of this position, if `sampling` asks for them
     """
 
@@ -55,6 +57,7 @@ class GenerationResponse(PlainResponse):
     exactness: str = "bitwise"
     draft_rechecks: int = 0
     seed: int | None = None
+    draft_reason: str = ""
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -133,8 +136,7 @@ class _Generation:
         if options.sampling is not None:
             options.sampling.check_vocab(self._decoder.target.vocab_size)
         if drafter is not None:
-            self._decoder.plan.check_windows()
-            self.row.proposer = start(drafter, self._decoder.target, draws)
+            self._decoder.start(drafter)
             if draws is not None and draws.acceptance != "match":
                 self.exactness = LAW
 
@@ -260,8 +262,7 @@ def stream_generate(
         if drafter is not None:
             raise ValueError("give either drafter or draft_model, not both")
         drafter = DraftModel(draft_model)
-    if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
-        check_tokenizers(tokenizer, drafter.tokenizer)
+    check_drafter(tokenizer, drafter)
     unknown = kwargs.keys() - {known.name for known in fields(_Options)}
     if unknown:
         raise TypeError(f"stream_generate() got unexpected options {sorted(unknown)}")
@@ -374,6 +375,7 @@ class _Clock:
             draft_n_per_position=list(stats.drafted_per_position),
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
+            draft_reason=stats.reason,
             draft_rechecks=stats.rechecks,
             seed=None if draws is None else draws.seed,
             top_logprobs=top_logprobs(logprobs, (params and params.logprobs) or 0),

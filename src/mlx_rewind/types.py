@@ -134,6 +134,7 @@ class SpecStats:
     drafted_per_position    [i]: rounds in which there was one
     steps                   all forwards of the target after prefill, plain ones included
     emitted                 tokens handed to the caller
+    reason                  why `Auto` does what it does, empty for another drafter
     rechecks                rounds that were cut before a near-tie; each costs one more step
     """
 
@@ -145,6 +146,7 @@ class SpecStats:
     rechecks: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    reason: str = ""
 
     def count(self, drafted: int, accepted: int, emitted: int, is_cut: bool = False) -> None:
         """Adds a round of `drafted` proposals, `accepted` of them right, that emitted `emitted`."""

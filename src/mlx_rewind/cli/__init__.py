@@ -1,4 +1,4 @@
-"""The command line: `mlx-rewind generate`, `audit`, `convert` and `inspect`."""
+"""The command line: `mlx-rewind generate`, `bench`, `audit`, `convert` and `inspect`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from . import audit, convert, generate, inspect
+from . import audit, bench, convert, generate, inspect
 from .options import OneLineParser
 
 
@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, what the command found (an audit: 1 for a fault), or 2 after one
     line that says what was wrong."""
     args = _parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     command: Callable[[argparse.Namespace], int | None] = args.command
     try:
         return command(args) or 0
@@ -35,6 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (generate, audit, convert, inspect):
+    for command in (generate, bench, audit, convert, inspect):
         command.add_to(commands)
     return parser

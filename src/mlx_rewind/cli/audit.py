@@ -47,6 +47,8 @@ def add_to(commands: Any) -> None:
 
 def _audit(args: argparse.Namespace) -> int:
     kind = draft_kind(args)
+    if args.num_draft_tokens is None:
+        args.num_draft_tokens = 4
     entries = None if args.prompts is None else read_prompts(args.prompts)
     model, tokenizer = load(
         args.model,

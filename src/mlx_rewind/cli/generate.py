@@ -132,6 +132,8 @@ def closing_line(response: GenerationResponse) -> str:
             f"{response.mean_acceptance_length:.2f} tokens per step",
             f"acceptance per position {shares or '-'}",
         ]
+    if response.draft_reason:
+        parts.append(response.draft_reason)
     if response.draft_rechecks:
         parts.append(f"{response.draft_rechecks} near-ties rechecked")
     return " | ".join([*parts, response.exactness, str(response.finish_reason)])
