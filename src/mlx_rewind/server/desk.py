@@ -154,9 +154,8 @@ class Desk:
             acceptance=ask.drafting.acceptance,  # type: ignore[arg-type]
             **self._served.request,
         )
+        splitter = Splitter(tokenizer, prompt, None if ask.chat is None else ask.chat.tools)
         handle = self.engine.submit(request)
-        tools = None if ask.chat is None else ask.chat.tools
-        splitter = Splitter(tokenizer, prompt, tools)
         self._choices[handle] = Choice(ticket, index, handle, splitter, kind_of(drafter))
         return handle
 
