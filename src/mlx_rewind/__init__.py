@@ -4,6 +4,7 @@ from .cache.attach import attach, detach
 from .cache.describe import CacheRecord, inspect
 from .cache.retrace import record_rollback
 from .cache.round import Round
+from .cache.store import PromptCacheStore
 from .cache.trim import speculative_prompt_cache, start_speculation, stop_speculation
 from .draft.model import DraftModel
 from .draft.mtp import MTP
@@ -28,6 +29,7 @@ __all__ = [
     "NGram",
     "Output",
     "Prediction",
+    "PromptCacheStore",
     "Request",
     "Round",
     "UnsupportedCacheError",

@@ -26,6 +26,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
 from .cache.members import kinds_of
 from .cache.ragged import why_row_by_row
+from .cache.reuse import Reuse
+from .cache.store import PromptCacheStore
 from .draft.protocol import Drafter, Proposer, start
 from .memory import bytes_for
 from .speculate import Decoder
@@ -43,6 +45,8 @@ class Request:
     stop                strings that end the text
     kv_bits             quantise KV caches from `quantized_kv_start` tokens on; until then the
                         request is alone in its forwards
+    boundaries          tokens of the prompt after which others may go on differently, such as the
+                        ends of messages; kept in the engine's store
     """
 
     prompt: Sequence[int]
@@ -55,6 +59,7 @@ class Request:
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 0
+    boundaries: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,10 @@ class Output:
 
 @dataclass(eq=False)
 class Handle:
-    """A request in the engine, and what came of it so far."""
+    """A request in the engine, and what came of it so far.
+
+    cached_tokens    prompt tokens that the store had, once its prefill began
+    """
 
     id: int
     request: Request
@@ -85,6 +93,7 @@ class Handle:
     error: Exception | None = None
     stats: SpecStats = field(default_factory=SpecStats)
     exactness: str = "bitwise"
+    cached_tokens: int = 0
 
     @property
     def done(self) -> bool:
@@ -101,6 +110,7 @@ class _Job:
     prefill: Iterator[None]
     text: TextStream | None
     bytes: int
+    reuse: Reuse | None
 
 
 class Engine:
@@ -112,6 +122,8 @@ class Engine:
     memory_limit         bytes that all caches of these may grow to; None for no limit
     prefill_step_size    prompt tokens per step, which bounds how long a prompt delays the others
     max_draft_tokens     most draft tokens of any request
+    store                requests start from it and leave entries in it; `store.stats` counts. Its
+                         bytes are limited by itself, not by memory_limit
 
     Not for several threads: one owns it.
     """
@@ -125,6 +137,7 @@ class Engine:
         memory_limit: int | None = None,
         prefill_step_size: int = 512,
         max_draft_tokens: int = 16,
+        store: PromptCacheStore | None = None,
     ) -> None:
         if max_rows < 1 or prefill_step_size < 1 or max_draft_tokens < 0:
             raise ValueError(
@@ -136,6 +149,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.memory_limit = max_rows, memory_limit
         self.prefill_step_size, self.max_draft_tokens = prefill_step_size, max_draft_tokens
+        self.store = store
         self.row_by_row = why_row_by_row(model)
         self._ids = itertools.count()
         self._waiting: deque[Handle] = deque()
@@ -263,13 +277,20 @@ class Engine:
         if request.kv_bits is not None:
             quantize = request.quantized_kv_start, request.kv_group_size, request.kv_bits
         decoder = Decoder(batch, quantize)
-        handle.exactness = exactness(self.model, batch.cache)
+        reuse = self._reuse(request, quantize)
+        handle.exactness = exactness(self.model, batch.cache, in_chunks=reuse is not None)
         if request.drafter is not None:
             decoder.plan.check_windows()
             row.proposer = start(request.drafter, decoder.target)
-        prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None)
+        prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None, reuse)
         text = None if self.tokenizer is None else TextStream(self.tokenizer, request.stop)
-        return _Job(handle, row, decoder, prefill, text, self.bytes_for(request))
+        return _Job(handle, row, decoder, prefill, text, self.bytes_for(request), reuse)
+
+    def _reuse(self, request: Request, quantize: tuple[int, int, int] | None) -> Reuse | None:
+        if self.store is None:
+            return None
+        step = self.prefill_step_size
+        return Reuse(self.store, self.model, step, request.boundaries, quantize)
 
     def _prefill(self) -> list[Output]:
         """One chunk of the oldest prompt that is not through."""
@@ -279,6 +300,8 @@ class Engine:
         more = False
         with job.decoder.batch.guard(job.row):
             more = next(job.prefill, self) is not self
+        if job.reuse is not None:
+            job.handle.cached_tokens = job.reuse.length
         if more:
             return []
         self._prefilling.popleft()
@@ -354,6 +377,10 @@ class Engine:
 
     def _leave(self, lane: Decoder, jobs: list[_Job]) -> None:
         rows = [b for b, row in enumerate(lane.batch.rows) if any(row is job.row for job in jobs)]
+        for job in jobs:
+            if job.reuse is not None and job.row.error is None:
+                row = next(b for b in rows if lane.batch.rows[b] is job.row)
+                job.reuse.finish(job.row.tokens[:-1], lane.row_cache(row))
         if rows:
             lane.leave(rows)
         if not lane.batch.rows and lane in self._lanes:

@@ -17,6 +17,8 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
+from .cache.reuse import Reuse
+from .cache.store import PromptCacheStore
 from .draft.model import DraftModel, check_tokenizers
 from .draft.protocol import Drafter, Proposer, kind_of, start
 from .speculate import Decoder
@@ -39,6 +41,7 @@ class GenerationResponse(PlainResponse):
     draft_n_per_position, draft_n_accepted_per_position
                                 the same by position in the window
     exactness                   bitwise, token or near-tie (docs/exactness.md)
+    cached_tokens               prompt tokens that a store had, and that were not read again
     """
 
     draft_kind: str = "none"
@@ -49,6 +52,7 @@ class GenerationResponse(PlainResponse):
     draft_n_per_position: list[int] = field(default_factory=list)
     draft_n_accepted_per_position: list[int] = field(default_factory=list)
     exactness: str = "bitwise"
+    cached_tokens: int = 0
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -72,6 +76,8 @@ class _Options:
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
     prompt_progress_callback: Progress | None = None
+    store: PromptCacheStore | None = None
+    boundaries: Sequence[int] = ()
 
     @property
     def quantize(self) -> tuple[int, int, int] | None:
@@ -108,7 +114,8 @@ class _Generation:
         )
         batch = Batch(model, cache, [self.row])
         self._decoder = Decoder(batch, options.quantize)
-        self.exactness = exactness(model, cache)
+        self._reuse = _reuse(model, options)
+        self.exactness = exactness(model, cache, in_chunks=self._reuse is not None)
         if drafter is not None:
             self._decoder.plan.check_windows()
             self.row.proposer = start(drafter, self._decoder.target)
@@ -121,7 +128,8 @@ class _Generation:
         """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
         decoder = self._decoder
         try:
-            for _ in decoder.prefill(self._options.prefill_step_size, self._progress):
+            step_size = self._options.prefill_step_size
+            for _ in decoder.prefill(step_size, self._progress, self._reuse):
                 pass
             while self.row.remaining > 0:
                 (output,) = decoder.step()
@@ -139,8 +147,19 @@ class _Generation:
         finally:
             try:
                 decoder.close()
+                self._keep()
             finally:
                 self.row.close()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the store had."""
+        return 0 if self._reuse is None else self._reuse.length
+
+    def _keep(self) -> None:
+        """Keeps the end of the reply, up to the pending token."""
+        if self._reuse is not None and self.stats.emitted:
+            self._reuse.finish(self.row.tokens[:-1], self._decoder.batch.cache)
 
 
 def generate_step(
@@ -159,6 +178,8 @@ def generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Progress | None = None,
+    store: PromptCacheStore | None = None,
+    boundaries: Sequence[int] = (),
 ) -> Iterator[Emission]:
     """Generates tokens as `mlx_lm.generate_step` does, token for token, faster with a good drafter.
 
@@ -172,6 +193,10 @@ def generate_step(
                         and after close they hold history + prompt + emitted[:-1]; if prefill fails,
                         what they held before
     kv_bits             quantise KV caches from `quantized_kv_start` tokens on, as mlx-lm does
+    store               starts from the longest beginning of the prompt that it has, and keeps there
+                        what comes of this one; not together with `prompt_cache`
+    boundaries          tokens of the prompt after which others may go on differently, such as the
+                        ends of messages (`message_ends`); kept in the store as well
 
     Yields (token, logprobs [V] of the target, from_draft).
 
@@ -191,6 +216,8 @@ def generate_step(
         kv_group_size=kv_group_size,
         quantized_kv_start=quantized_kv_start,
         prompt_progress_callback=prompt_progress_callback,
+        store=store,
+        boundaries=boundaries,
     )
     return _Generation(prompt, model, drafter, options).tokens()
 
@@ -266,6 +293,16 @@ def _make_cache(model: nn.Module, max_kv_size: int | None) -> list[Any]:
     return cache
 
 
+def _reuse(model: nn.Module, options: _Options) -> Reuse | None:
+    if options.store is None:
+        return None
+    if options.prompt_cache is not None:
+        raise ValueError("a store fills fresh caches: give either store or prompt_cache")
+    return Reuse(
+        options.store, model, options.prefill_step_size, options.boundaries, options.quantize
+    )
+
+
 def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array | Sequence[int]:
     if not isinstance(prompt, str):
         return prompt
@@ -302,7 +339,8 @@ class _Clock:
     def tick(self) -> None:
         if not self._count:
             now = time.perf_counter()
-            self._prompt_tps = self._generation.prompt_length / (now - self._start)
+            read = self._generation.prompt_length - self._generation.cached_tokens
+            self._prompt_tps = read / (now - self._start)
             self._start = now
         self._count += 1
 
@@ -334,4 +372,5 @@ class _Clock:
             draft_n_per_position=list(stats.drafted_per_position),
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
+            cached_tokens=self._generation.cached_tokens,
         )

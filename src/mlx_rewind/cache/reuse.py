@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from .round import check
@@ -41,23 +42,30 @@ class Reuse:
     quantize: tuple[int, int, int] | None = None
     length: int = 0
     _total: int = 0
+    _limit: int | None = None
     _tokens: list[int] = field(default_factory=list)
     _stops: list[int] = field(default_factory=list)
 
-    def start(self, tokens: list[int], cache: list[Any]) -> int:
-        """Fills the fresh caches with the longest stored start of the prompt; returns its length.
+    def __post_init__(self) -> None:
+        if self.store.model is not self.model:
+            raise ValueError("the store was made for another model object: make one for this model")
+        if any(position < 1 for position in self.boundaries):
+            raise ValueError(f"boundaries must be 1 or more, got {min(self.boundaries)}")
 
-        Leaves alone a cache that holds something already.
+    def start(self, tokens: list[int], cache: list[Any]) -> int:
+        """Fills the fresh caches with the longest stored start of the prompt.
+
+        Returns its length. Quantises what a prefill would have quantised there.
         """
         self._tokens, self._total = list(tokens), len(tokens)
         self._limit = check(self.model, cache).draft_end
         kinds = kinds_of(cache)
-        if any(not entry.empty() for entry in cache):
-            raise ValueError("a store fills fresh caches: give either prompt_cache or store")
         self.length = self.store.resume(
             tokens, cache, kinds=self._quantized(kinds), allows=self._allows
         )
         self._stops = self._boundaries(kinds)
+        if self.length and self.quantize is not None and self.is_chunk_end(self.length):
+            maybe_quantize_kv_cache(cache, *self.quantize)
         return self.length
 
     def chunk_end(self, done: int) -> int:
