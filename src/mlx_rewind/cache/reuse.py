@@ -19,6 +19,7 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from ..errors import UnsupportedModelError
 from .round import check
 from .snapshot import LeafKind, kinds_of
 from .store import PromptCacheStore
@@ -51,6 +52,11 @@ class Reuse:
             raise ValueError("the store was made for another model object: make one for this model")
         if any(position < 1 for position in self.boundaries):
             raise ValueError(f"boundaries must be 1 or more, got {min(self.boundaries)}")
+        if self.store.fault is not None:
+            raise UnsupportedModelError(
+                "what mlx-lm computes for a prompt of this model depends on the chunks that it is "
+                f"read in: {self.store.fault}. Generate without a store."
+            )
 
     def start(self, tokens: list[int], cache: list[Any]) -> int:
         """Fills the fresh caches with the longest stored start of the prompt.

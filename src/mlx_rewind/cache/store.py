@@ -279,6 +279,11 @@ class PromptCacheStore:
             ]
 
     @cached_property
+    def fault(self) -> str | None:
+        """Why chunks of a prompt are not what its tokens are, by a fault of mlx-lm; else None."""
+        return attach(self.model).fault
+
+    @cached_property
     def interval(self) -> int:
         """Tokens between the boundaries that a prefill leaves; 0: none but those asked for.
 
