@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,10 +15,32 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from .cache.members import join, keep, rows_of
 from .draft.protocol import Proposer, Session
+from .sampling import Draws, draw
 from .types import SpecStats
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+@runtime_checkable
+class WindowProcessor(Protocol):
+    """A logits processor with a state of its own that follows whole windows of draft tokens.
+
+    It gets no feedback: `tokens`, prompt and emitted, tell it what became of the last draft, and it
+    takes its state back by itself. The first call's `tokens` are the prompt.
+    """
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """As mlx-lm calls processors: logits [1, V] of the position after `tokens` [n]."""
+        ...
+
+    def legal(self, tokens: list[int], draft: list[int]) -> int:
+        """How many leading draft tokens may be verified; the others are not."""
+        ...
+
+    def window(self, tokens: list[int], draft: list[int], logits: mx.array) -> mx.array:
+        """Processes logits [K + 1, V]: position i follows `tokens` and the first i of `draft`."""
+        ...
 
 
 def token_ids(prompt: Sequence[int] | mx.array) -> list[int]:
@@ -44,6 +66,8 @@ class Row:
     max_tokens          how many tokens may be emitted, negative for no limit
     proposer            guesses for this row, None for plain decoding
     num_draft_tokens    most draft tokens per round
+    sampler             draws the tokens where `draws` does not
+    draws               draws by seed and position
     error               what the row's own sampler, processor or proposer raised; see `Batch`
     """
 
@@ -53,23 +77,30 @@ class Row:
     num_draft_tokens: int = 4
     sampler: Sampler = greedy_sampler
     processors: Sequence[LogitsProcessor] = ()
+    draws: Draws | None = None
     stats: SpecStats = field(default_factory=SpecStats)
     error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        #: Whether the processors follow windows, and whether these can be drawn at once.
+        self.has_windows = all(isinstance(p, WindowProcessor) for p in self.processors)
+        self.is_eager = self.has_windows and self.sampler is greedy_sampler
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be 0 or more, got {self.num_draft_tokens}")
+        if self.draws is not None and self.sampler is not greedy_sampler:
+            raise ValueError("give either sampling or sampler, not both")
+        if self.draws is not None and self.draws.acceptance != "match" and not self.is_eager:
+            raise ValueError(
+                f"acceptance {self.draws.acceptance} needs the target's law at every position: "
+                "give penalties in SamplingParams, other processors as a WindowProcessor"
+            )
 
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         emitted = len(self.tokens) - self.prompt_length
         return sys.maxsize if self.max_tokens < 0 else self.max_tokens - emitted
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampler is greedy_sampler and not self.processors
 
     def absorb(self, hidden: mx.array | None, tokens: Sequence[int]) -> None:
         """Hands the states [>= n, H] before n committed tokens to the proposer."""
@@ -81,16 +112,26 @@ class Row:
         if isinstance(self.proposer, Session):
             self.proposer.close()
 
-    def choose(self, logits: mx.array, history: mx.array | None) -> tuple[mx.array, mx.array]:
+    def choose(
+        self, logits: mx.array, history: mx.array | None, position: int
+    ) -> tuple[mx.array, mx.array]:
         """Draws one token as mlx-lm does: processors, log-softmax, sampler.
 
         logits [1, V], history [n]: prompt, emitted tokens and the draft tokens before the position,
         None for a row without processors. Returns the token [1] and the logprobs [V].
         """
+        raw = logits[...]  # processors may write into theirs
         if history is not None:
+            if self.draws is not None:
+                logits = self.draws.processed(logits, history, position)
             for processor in self.processors:
                 logits = processor(history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        if self.draws is not None:
+            token = draw([(self.draws, position)], logprobs)
+            if self.draws.params.raw_logprobs:
+                logprobs = raw - mx.logsumexp(raw, keepdims=True)
+            return token, logprobs.squeeze(0)
         token = self.sampler(logprobs)
         if not isinstance(token, mx.array) or token.size != 1:
             got = token.shape if isinstance(token, mx.array) else token

@@ -1,9 +1,9 @@
 """Many requests at once: rows that join and leave while others speculate.
 
     submit     a request waits until there is room for its tokens and for one row more
-    prefill    alone, one chunk per step, so that a long prompt delays the others by one chunk
-    first      its first round alone, on its own stock caches
-    decode     then with the others: one forward for all rows of a lane
+    prefill    alone, in chunks; a step feeds one chunk's worth of prompt tokens and no more
+    decode     with the others: one forward for all rows of a lane. A row whose caches or draft
+               caches are still empty runs its first round alone
     leave      at its end, when it is cancelled, or when it fails, which touches no other row
 
 Models whose rows cannot be fed together keep a lane per row.
@@ -102,7 +102,10 @@ class Handle:
 
 @dataclass(eq=False)
 class _Job:
-    """A request at work: its row, and the decoder that it is in."""
+    """A request at work: its row, and the decoder that it is in.
+
+    bytes    of cache that it may grow to; 0 where memory has no limit
+    """
 
     handle: Handle
     row: Row
@@ -112,6 +115,10 @@ class _Job:
     bytes: int
     reuse: Reuse | None
 
+    def __post_init__(self) -> None:
+        #: Prompt tokens that are not fed yet, but for the pending one.
+        self.left = self.row.prompt_length - 1
+
 
 class Engine:
     """Runs requests in rounds, several rows in one forward.
@@ -120,7 +127,7 @@ class Engine:
     tokenizer            for text and end tokens; without one, requests end by their budget only
     max_rows             requests under work at once
     memory_limit         bytes that all caches of these may grow to; None for no limit
-    prefill_step_size    prompt tokens per step, which bounds how long a prompt delays the others
+    prefill_step_size    prompt tokens per chunk and per step: how long prompts delay the others
     max_draft_tokens     most draft tokens of any request
     store                requests start from it and leave entries in it; `store.stats` counts. Its
                          bytes are limited by itself, not by memory_limit
@@ -152,7 +159,7 @@ class Engine:
         self.store = store
         self.row_by_row = why_row_by_row(model)
         self._ids = itertools.count()
-        self._waiting: deque[Handle] = deque()
+        self._waiting: deque[_Job] = deque()
         self._prefilling: deque[_Job] = deque()
         self._jobs: dict[int, _Job] = {}
         self._lanes: list[Decoder] = []
@@ -173,13 +180,12 @@ class Engine:
                 f"num_draft_tokens is {request.num_draft_tokens}, the engine allows at most "
                 f"{self.max_draft_tokens}"
             )
-        need = self.bytes_for(request)
+        need = 0 if self.memory_limit is None else self.bytes_for(request)
         if self.memory_limit is not None and need > self.memory_limit:
             raise ValueError(
                 f"the request may need {need:,} bytes of cache, the limit is {self.memory_limit:,}"
             )
-        self._begin(handle)  # refuses now what it would refuse later
-        self._waiting.append(handle)
+        self._waiting.append(self._begin(handle, need))
         return handle
 
     def _frozen(self, request: Request) -> Request:
@@ -202,17 +208,17 @@ class Engine:
             return
         if self._is_stepping:
             raise RuntimeError("cancel between two steps, not from inside one")
-        job = self._jobs.get(handle.id)
-        if not (handle in self._waiting or (job is not None and job.handle is handle)):
+        known = itertools.chain(self._waiting, self._jobs.values())
+        job = next((job for job in known if job.handle is handle), None)
+        if job is None:
             raise ValueError(f"request {handle.id} does not belong to this engine")
         handle.finish_reason = "cancelled"
-        if job is None:
-            self._waiting.remove(handle)
-        elif job in self._prefilling:
-            self._prefilling.remove(job)
-            self._end(job)
-        else:
-            self._leave(job.decoder, [job])
+        for queue in (self._waiting, self._prefilling):
+            if job in queue:
+                queue.remove(job)
+                self._end(job)
+                return
+        self._leave(job.decoder, [job])
 
     @property
     def is_busy(self) -> bool:
@@ -238,14 +244,14 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Output]:
-        """Admits what fits, feeds one chunk of one prompt, runs one round of every row."""
+        """Admits what fits, feeds prompts for one chunk's worth, runs one round of every row."""
         self._is_stepping = True
         try:
             self._admit()
             outputs = self._prefill()
+            self._merge()
             for lane in list(self._lanes):
                 outputs += self._round(lane)
-            self._merge()
         finally:
             self._is_stepping = False
         return outputs
@@ -253,16 +259,14 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and len(self._jobs) < self.max_rows:
             # Rows that share a buffer are all as long as the longest.
-            needs = [self.bytes_for(self._waiting[0].request)]
-            needs += [job.bytes for job in self._jobs.values()]
+            needs = [job.bytes for job in (self._waiting[0], *self._jobs.values())]
             if self.memory_limit is not None and max(needs) * len(needs) > self.memory_limit:
                 return
-            handle = self._waiting.popleft()
-            job = self._begin(handle)
-            self._jobs[handle.id] = job
+            job = self._waiting.popleft()
+            self._jobs[job.handle.id] = job
             self._prefilling.append(job)
 
-    def _begin(self, handle: Handle) -> _Job:
+    def _begin(self, handle: Handle, need: int) -> _Job:
         request = handle.request
         row = Row(
             token_ids(request.prompt),
@@ -284,7 +288,7 @@ class Engine:
             row.proposer = start(request.drafter, decoder.target)
         prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None, reuse)
         text = None if self.tokenizer is None else TextStream(self.tokenizer, request.stop)
-        return _Job(handle, row, decoder, prefill, text, self.bytes_for(request), reuse)
+        return _Job(handle, row, decoder, prefill, text, need, reuse)
 
     def _reuse(self, request: Request, quantize: tuple[int, int, int] | None) -> Reuse | None:
         if self.store is None:
@@ -293,18 +297,30 @@ class Engine:
         return Reuse(self.store, self.model, step, request.boundaries, quantize)
 
     def _prefill(self) -> list[Output]:
-        """One chunk of the oldest prompt that is not through."""
-        if not self._prefilling:
-            return []
-        job = self._prefilling[0]
-        more = False
-        with job.decoder.batch.guard(job.row):
-            more = next(job.prefill, self) is not self
+        """Chunks of the oldest prompts that are not through, a chunk's worth of tokens in all."""
+        outputs: list[Output] = []
+        budget = self.prefill_step_size
+        while self._prefilling:
+            job = self._prefilling[0]
+            budget -= min(job.left, self.prefill_step_size)
+            if budget < 0:
+                break
+            more = False
+            with job.decoder.batch.guard(job.row):
+                more = next(job.prefill, self) is not self
+            if more:
+                job.left -= self.prefill_step_size
+                if job.reuse is not None:
+                    job.left = job.reuse.left
+            else:
+                self._prefilling.popleft()
+                outputs += self._begun(job)
+        return outputs
+
+    def _begun(self, job: _Job) -> list[Output]:
+        """The prompt is read, or failed: to the rounds, or to the end."""
         if job.reuse is not None:
             job.handle.cached_tokens = job.reuse.length
-        if more:
-            return []
-        self._prefilling.popleft()
         if job.row.error is not None:
             return [self._fail(job)]
         if job.row.remaining == 0:
@@ -359,7 +375,7 @@ class Engine:
     # -- lanes ----------------------------------------------------------------------------------
 
     def _merge(self) -> None:
-        """Puts rows that are past their first round together, where the model can feed them so."""
+        """Puts rows that are ready together, where the model can feed them so."""
         if self.row_by_row is not None:
             return
         together: dict[Any, Decoder] = {}

@@ -24,76 +24,15 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache
 
-from .accept import match
 from .batch import Batch, Row
 from .cache.checkpoint import Checkpoint
 from .cache.members import extract
 from .cache.reuse import Reuse
 from .cache.round import Round, check
+from .choices import Choices, Verify, legal
 from .draft.protocol import Group, Session, propose
 from .target import Target, check_quantizable
-from .types import Draft, StepOutput
-
-
-class Choices:
-    """The target's tokens at the positions of one row's window.
-
-        position   0         1    ...  K
-        follows    pending   d1   ...  dK
-
-    A greedy row has them all at once. Otherwise they are drawn in order and never further than
-    asked, so that samplers and processors are called just as in plain decoding.
-
-    logits [K + 1, V], history [n + K]: the row's tokens up to the pending one, then the draft
-    """
-
-    def __init__(self, row: Row, logits: mx.array, history: mx.array | None) -> None:
-        self._row, self._logits, self._history = row, logits, history
-        self._tokens: list[mx.array] = []
-        self._logprobs: list[mx.array] = []
-        self._read: list[int] = []
-        if row.is_greedy:
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            self._tokens, self._logprobs = [row.sampler(logprobs)], [logprobs]
-        else:
-            self._draw()
-
-    @property
-    def lazy(self) -> list[mx.array]:
-        """What is still on the device."""
-        return self._tokens + self._logprobs
-
-    @property
-    def first(self) -> mx.array:
-        """The token after the pending one, [1], still on the device."""
-        return self._tokens[0][:1]
-
-    def token(self, position: int) -> int:
-        """Reads the token at `position` back to the host: one read for all that are drawn."""
-        while len(self._read) <= position:
-            if not self._tokens:
-                self._draw()
-            for tokens in self._tokens:
-                read: Any = tokens.tolist()
-                self._read += read
-            self._tokens = []
-        return self._read[position]
-
-    def logprobs(self, position: int) -> mx.array:
-        """The logprobs at a drawn position, [V]."""
-        if self._row.is_greedy:
-            return self._logprobs[0][position]
-        return self._logprobs[position]
-
-    def _draw(self) -> None:
-        """Draws the next position; its history ends with the draft token before it."""
-        i, size = len(self._logprobs), self._logits.shape[0]
-        history = self._history
-        if history is not None:
-            history = history[: history.size - (size - 1 - i)]
-        token, logprobs = self._row.choose(self._logits[i : i + 1], history)
-        self._tokens.append(token)
-        self._logprobs.append(logprobs)
+from .types import Draft, Guess, StepOutput
 
 
 @dataclass
@@ -133,13 +72,17 @@ class Decoder:
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
         self.emitted = [0] * len(batch.rows)
         self._rounds = 0
-        self._has_rows = False
+        self._has_rows = self._is_fed = False
 
     @property
     def may_join(self) -> bool:
         """Whether every cache holds something, and none is still due to be quantised."""
         due = self._quantize_at and any(type(cache) is KVCache for cache in self.batch.cache)
-        return self._rounds > 0 and not due
+        sessions = (row.proposer for row in self.batch.rows if isinstance(row.proposer, Session))
+        is_ready = self._rounds > 0 or (
+            self._is_fed and all(session.may_join for session in sessions)
+        )
+        return is_ready and not due
 
     # -- prefill --------------------------------------------------------------------------------
 
@@ -182,6 +125,7 @@ class Decoder:
                 if total - done > 1:
                     yield
             undo.pop_all()
+        self._is_fed = self._is_fed or total > 1
 
     # -- the round ------------------------------------------------------------------------------
 
@@ -291,31 +235,43 @@ class Decoder:
     # -- parts ----------------------------------------------------------------------------------
 
     def _draft(self) -> Draft:
-        rows, vocab = self.batch.rows, self.target.vocab_size
-        guesses = [mx.zeros((0,), mx.uint32)] * len(rows)
+        rows = self.batch.rows
+        guesses = [Guess.none()] * len(rows)
         limits = [max(0, self._limit(row)) for row in rows]
         groups: dict[int, Group] = {}
         for b, row in enumerate(rows):
             group = row.proposer.group if isinstance(row.proposer, Session) else None
-            if group is not None and len(group.members) > 1:
+            if group is not None:
                 groups[id(group)] = group
             elif row.proposer is not None and limits[b]:
                 with self.batch.guard(row):
-                    guesses[b] = propose(row.proposer, row.tokens, limits[b], vocab)
-        index = {id(row.proposer): b for b, row in enumerate(rows)}
+                    guesses[b] = propose(
+                        row.proposer, row.tokens, limits[b], self.target.vocab_size
+                    )
         for group in groups.values():
-            at = [index[id(member)] for member in group.members]
-            if not any(limits[b] for b in at):
-                continue
-            drafts = None
-            with self.batch.guard(rows[at[0]]):
-                drafts = group.propose([rows[b].tokens for b in at], [limits[b] for b in at])
-            for i, b in enumerate(at):
-                if drafts is None:
-                    rows[b].error = rows[at[0]].error  # the drafter failed them all
-                else:
-                    guesses[b] = drafts[i]
+            self._draft_together(group, limits, guesses)
+        for b, row in enumerate(rows):
+            if row.processors and row.has_windows and guesses[b].tokens.size:
+                with self.batch.guard(row):
+                    read: Any = guesses[b].tokens.tolist()
+                    guesses[b] = guesses[b].cut(legal(row, read))
         return Draft.of(guesses)
+
+    def _draft_together(self, group: Group, limits: list[int], guesses: list[Guess]) -> None:
+        """Lets the rows of a group draft in one forward. A drafter that fails fails them all."""
+        rows = self.batch.rows
+        index = {id(row.proposer): b for b, row in enumerate(rows)}
+        at = [index[id(member)] for member in group.members]
+        if not any(limits[b] for b in at):
+            return
+        drafts = None
+        with self.batch.guard(rows[at[0]]):
+            drafts = group.propose([rows[b].tokens for b in at], [limits[b] for b in at])
+        for i, b in enumerate(at):
+            if drafts is None:
+                rows[b].error = rows[at[0]].error
+            else:
+                guesses[b] = drafts[i]
 
     def _limit(self, row: Row) -> int:
         """Most draft tokens of a row in the next round."""
@@ -337,23 +293,12 @@ class Decoder:
                 window = mx.concatenate([pending, draft.tokens], axis=1)
             output = self.target(window, batch.cache)
             verify.seal()
-            choices: list[Choices | None] = [None] * len(batch.rows)
-            for b, row in enumerate(batch.rows):
-                size = draft.lengths[b] + 1
-                with batch.guard(row):
-                    history = self._history(row, window[b, :size])
-                    choices[b] = Choices(row, output.logits[b, :size], history)
+            ahead = len(self._flights)
+            choices = Verify(batch, output.logits, window, draft, ahead).choices()
             mx.async_eval(window, *(x for choice in choices if choice for x in choice.lazy))
             none_yet = [0] * len(batch.rows)
             self._flights.append(Flight(draft, verify, choices, output.hidden, none_yet))
             undo.pop_all()
-
-    def _history(self, row: Row, window: mx.array) -> mx.array | None:
-        """The row's tokens, then the draft, [n + K]; None if nobody asks."""
-        if not row.processors:
-            return None
-        known = len(row.tokens) - (not self._flights)
-        return mx.concatenate([mx.array(row.tokens[:known], mx.int32), window])
 
     def _accept(self, flight: Flight) -> list[StepOutput | None]:
         outputs: list[StepOutput | None] = [None] * len(flight.choices)
@@ -363,7 +308,7 @@ class Decoder:
                 if choices is None or row.error is not None:
                     continue
                 with self.batch.guard(row):
-                    verdict = match(guesses, choices.token)
+                    verdict = choices.verdict(guesses)
                     logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))
                     outputs[b] = StepOutput(verdict.tokens, logprobs)
                     flight.accepted[b] = verdict.accepted
@@ -374,8 +319,10 @@ class Decoder:
         if flight.draft.num_tokens or self._until_quantized() < 0 or None in flight.choices:
             return False
         rows = self.batch.rows
-        if self.batch.isolates and not all(row.is_greedy for row in rows):
+        if self.batch.isolates and not all(row.is_eager for row in rows):
             return False  # rows come and go, and no sampler or processor is asked twice
+        if any(row.processors and row.has_windows for row in rows):
+            return False  # they want the tokens on the host
         return not any(row.proposer or row.error or row.remaining <= 1 for row in rows)
 
     # -- quantised caches -----------------------------------------------------------------------

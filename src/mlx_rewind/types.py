@@ -10,15 +10,39 @@ import mlx.core as mx
 
 
 @dataclass(frozen=True)
+class Guess:
+    """Draft tokens [n] uint32 for one row, maybe none, and the log-law [n, V] they were drawn from.
+
+    law    None for a deterministic draft
+    """
+
+    tokens: mx.array
+    law: mx.array | None = None
+
+    @classmethod
+    def none(cls) -> Guess:
+        return cls(mx.zeros((0,), mx.uint32))
+
+    def cut(self, count: int) -> Guess:
+        """The first `count` of it."""
+        if count >= self.tokens.size:
+            return self
+        return Guess(self.tokens[:count], None if self.law is None else self.law[:count])
+
+
+@dataclass(frozen=True)
 class Draft:
     """Guessed continuations, one per row.
 
     row 0   d1 d2 d3      tokens   [B, K] uint32, may still be lazy; K = 0 is plain decoding
     row 1   d1 .  .       lengths  draft tokens of each row; what lies beyond is padding
+
+    laws    [n, V] log-laws that a row's tokens were drawn from; None for a deterministic draft
     """
 
     tokens: mx.array
     lengths: tuple[int, ...]
+    laws: tuple[mx.array | None, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -26,18 +50,19 @@ class Draft:
         return self.tokens.shape[1]
 
     @classmethod
-    def of(cls, rows: Sequence[mx.array]) -> Draft:
-        """From one array of draft tokens, [n] uint32, per row."""
-        lengths = tuple(row.size for row in rows)
+    def of(cls, guesses: Sequence[Guess]) -> Draft:
+        """From the guess for each row."""
+        rows = [guess.tokens for guess in guesses]
+        lengths, laws = tuple(row.size for row in rows), tuple(guess.law for guess in guesses)
         longest = max(lengths)
         if len(rows) == 1:
-            return cls(rows[0][None], lengths)
+            return cls(rows[0][None], lengths, laws)
         padded = [mx.pad(row, (0, longest - row.size)) if longest else row for row in rows]
-        return cls(mx.stack(padded), lengths)
+        return cls(mx.stack(padded), lengths, laws)
 
     @classmethod
     def empty(cls, rows: int = 1) -> Draft:
-        return cls(mx.zeros((rows, 0), mx.uint32), (0,) * rows)
+        return cls(mx.zeros((rows, 0), mx.uint32), (0,) * rows, (None,) * rows)
 
     def read(self) -> list[list[int]]:
         """The tokens on the host. An empty draft must not wait for the device."""

@@ -34,6 +34,7 @@ class Reuse:
     boundaries    tokens of the prompt after which it may be worth starting again
     quantize      (quantized_kv_start, kv_group_size, kv_bits), or None
     length        tokens that were reused, once `start` was called
+    left          tokens of the prompt that are still to be fed after the current chunk
     """
 
     store: PromptCacheStore
@@ -42,6 +43,7 @@ class Reuse:
     boundaries: Sequence[int] = ()
     quantize: tuple[int, int, int] | None = None
     length: int = 0
+    left: int = 0
     _total: int = 0
     _limit: int | None = None
     _tokens: list[int] = field(default_factory=list)
@@ -77,7 +79,9 @@ class Reuse:
     def chunk_end(self, done: int) -> int:
         """Where the chunk that starts after `done` tokens ends."""
         ends = [stop for stop in self._stops if stop > done]
-        return min([(done // self.step + 1) * self.step, self._total - 1, *ends[:1]])
+        end = min([(done // self.step + 1) * self.step, self._total - 1, *ends[:1]])
+        self.left = self._total - 1 - end
+        return end
 
     def reached(self, done: int, cache: list[Any]) -> None:
         """Keeps the boundary after `done` tokens of the prompt, if it is one."""

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from ..cache.members import join, keep, rows_of
 from ..cache.ragged import why_row_by_row
 from ..cache.round import Round
+from .drawing import Drawing
 from .protocol import Drafter, Group, Session
 
 
@@ -21,7 +22,7 @@ class Member(Session):
     group: CachedGroup
 
     def propose(self, tokens: list[int], num_draft_tokens: int) -> mx.array:
-        return self.group.propose([tokens], [num_draft_tokens])[0]
+        return self.group.propose([tokens], [num_draft_tokens])[0].tokens
 
     def join(self, other: Session, slack: int) -> None:
         if isinstance(other, Member) and other.group.fits(self.group):
@@ -34,8 +35,9 @@ class Member(Session):
 class CachedGroup(Group):
     """Rows with draft caches of their own: stock ones for one row, caches of rows for more."""
 
-    def __init__(self, drafter: Drafter, member: Session) -> None:
+    def __init__(self, drafter: Drafter, member: Session, vocab: int) -> None:
         self.members: list[Session] = [member]
+        self._vocab = vocab  # of the target
         self._drafter: Any = drafter
         self._round: Round | None = None
         self._has_rows = False
@@ -61,6 +63,10 @@ class CachedGroup(Group):
     @abstractmethod
     def _keep(self, rows: Sequence[int]) -> None:
         """Leaves only what is kept of these rows."""
+
+    def _drawing(self, tokens: Sequence[list[int]]) -> Drawing:
+        draws = [member.draws for member in self.members]
+        return Drawing(draws, tokens, self._vocab, self._drafter.drafting)
 
     def fits(self, other: CachedGroup) -> bool:
         """Whether both may draft together."""

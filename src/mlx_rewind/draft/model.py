@@ -13,15 +13,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cache.round import Round, check
 from ..errors import DraftMismatchError
 from ..target import Target
+from ..types import Guess
+from .drawing import Drafting, check_drafting
 from .group import CachedGroup, Member
 from .protocol import Drafter, Session
 
 
 class DraftModel(Drafter):
-    """Greedy drafting with any mlx-lm model: dense, hybrid or sliding-window.
+    """Drafting with any mlx-lm model: dense, hybrid or sliding-window.
 
     model        the draft model
     tokenizer    its tokenizer, when it is to be compared with the target's (`check_tokenizers`)
+    drafting     how it draws for rows that sample by `SamplingParams`, see `draft.drawing`
 
     Raises `UnsupportedCacheError` or `UnsupportedModelError` for what cannot be rolled back.
     """
@@ -29,14 +32,21 @@ class DraftModel(Drafter):
     kind: ClassVar[str] = "model"
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any = None, *, prefill_step_size: int = 2048
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        prefill_step_size: int = 2048,
+        drafting: Drafting = "coupled",
     ) -> None:
+        check_drafting(drafting)
         check(model, make_prompt_cache(model))
         if prefill_step_size < 1:
             raise ValueError(f"prefill_step_size must be positive, got {prefill_step_size}")
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_step_size = prefill_step_size
+        self.drafting: Drafting = drafting
         self.forward = Target(model)
         self.vocab_size = self.forward.vocab_size
 
@@ -51,6 +61,10 @@ class _Session(Member):
 
     def __init__(self, drafter: DraftModel, target_vocab: int) -> None:
         self.group = _Group(drafter, self, target_vocab)
+
+    @property
+    def may_join(self) -> bool:
+        return 0 not in self.group.cached
 
     @property
     def cache(self) -> list[Any]:
@@ -69,26 +83,26 @@ class _Group(CachedGroup):
     """
 
     def __init__(self, drafter: DraftModel, member: Session, target_vocab: int) -> None:
-        super().__init__(drafter, member)
+        super().__init__(drafter, member, target_vocab)
         self.cache = make_prompt_cache(drafter.model)
         self.cached = [0]
         self._shared_vocab = min(target_vocab, drafter.vocab_size)
         self._fed: list[mx.array] = []
-        self._first = mx.zeros((1,), mx.uint32)  # the last first draft token of each row
+        self._last = mx.zeros((1, self._shared_vocab))  # logits after each row's cached tokens
 
-    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
+    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[Guess]:
         with mx.stream(generation_stream):
             self._settle(tokens)
-            drafts = [self._catch_up(tokens)]
-            longest = max(limits)
+            self._catch_up(tokens)
+            drawing, longest = self._drawing(tokens), max(limits)
+            draft = drawing.pick(self._last)
             if longest > 1:
                 model = self._drafter.model
                 self._round = Round(model, self.cache, single_steps=longest - 1).open()
-            while len(drafts) < longest:
-                self._fed.append(drafts[-1])
-                drafts.append(self._best(self._forward(drafts[-1][:, None]), -1))
-            together = mx.stack(drafts, axis=1)
-            return [together[b, :limit] for b, limit in enumerate(limits)]
+            for _ in range(longest - 1):
+                self._fed.append(draft)
+                draft = drawing.pick(self._shared(self._forward(draft[:, None])))
+            return drawing.guesses(limits)
 
     # -- rows come and go -----------------------------------------------------------------------
 
@@ -107,11 +121,11 @@ class _Group(CachedGroup):
 
     def _take(self, other: _Group) -> None:
         self.cached += other.cached
-        self._first = mx.concatenate([self._first, other._first])
+        self._last = mx.concatenate([self._last, other._last])
 
     def _keep(self, rows: Sequence[int]) -> None:
         self.cached = [self.cached[b] for b in rows]
-        self._first = self._first[mx.array(list(rows))]
+        self._last = self._last[mx.array(list(rows))]
 
     def _abort(self) -> None:
         if self._round is not None:
@@ -131,17 +145,17 @@ class _Group(CachedGroup):
         self._round, self._fed = None, []
         self.cached = [known + count for known, count in zip(self.cached, kept, strict=True)]
 
-    def _catch_up(self, tokens: Sequence[list[int]]) -> mx.array:
-        """Feeds what the rows have and the cache has not; returns the first draft tokens, [B]."""
+    def _catch_up(self, tokens: Sequence[list[int]]) -> None:
+        """Feeds what the rows have and the cache has not."""
         new = [
             [self._known(token) for token in row[known:]]
             for row, known in zip(tokens, self.cached, strict=True)
         ]
         lengths = [len(row) for row in new]
         if max(lengths) == 0:  # asked again for the same tokens
-            return self._first
+            return
         if min(lengths) == max(lengths):
-            first = self._best(self._feed(mx.array(new, mx.uint32)), -1)
+            self._last = self._shared(self._feed(mx.array(new, mx.uint32)))
         else:
             padded = mx.array([row + [0] * (max(lengths) - len(row)) for row in new], mx.uint32)
             with Round(self._drafter.model, self.cache) as window:
@@ -149,11 +163,9 @@ class _Group(CachedGroup):
                 window.commit(lengths)
             fed = mx.array(lengths)
             last = mx.maximum(fed - 1, 0)[:, None, None]
-            first = self._best(mx.take_along_axis(logits, last, axis=1), 0)
-            first = mx.where(fed > 0, first, self._first)
+            new_last = self._shared(mx.take_along_axis(logits, last, axis=1))
+            self._last = mx.where(fed[:, None] > 0, new_last, self._last)
         self.cached = [len(row) for row in tokens]
-        self._first = first
-        return first
 
     def _feed(self, new: mx.array) -> mx.array:
         """Feeds [B, S] in chunks; returns the logits of the last one."""
@@ -167,9 +179,9 @@ class _Group(CachedGroup):
     def _forward(self, window: mx.array) -> mx.array:
         return self._drafter.forward(window, self.cache).logits
 
-    def _best(self, logits: mx.array, position: int) -> mx.array:
-        best = mx.argmax(logits[:, position, : self._shared_vocab], axis=-1)
-        return best.astype(mx.uint32)
+    def _shared(self, logits: mx.array) -> mx.array:
+        """The last position of logits [B, S, V], for the tokens that both models have."""
+        return logits[:, -1, : self._shared_vocab]
 
     def _known(self, token: int) -> int:
         """A target's padding id that the draft model has no embedding for is fed as id 0."""

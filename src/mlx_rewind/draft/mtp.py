@@ -25,7 +25,9 @@ from ..cache.probe import walk
 from ..cache.round import Plan, Round
 from ..errors import DraftMismatchError
 from ..target import HiddenState, Target, Trunk
+from ..types import Guess
 from .checkpoint import Norms, folder_of
+from .drawing import Drafting, Drawing, check_drafting
 from .group import CachedGroup, Member
 from .heads import Head
 from .loading import HeadReport, load_heads
@@ -33,12 +35,13 @@ from .protocol import Drafter, Session
 
 
 class MTP(Drafter):
-    """Greedy drafting with one head or several, to any depth.
+    """Drafting with one head or several, to any depth.
 
     heads     head k predicts one token further than head k - 1; deeper drafts go round them again
     target    the model whose embedding and output head they share
     input     the state of the target that the first head reads, "normed" or "raw"
     report    what was found in the checkpoint, None if they were not read from one
+    drafting  how it draws for rows that sample by `SamplingParams`, see `draft.drawing`
     """
 
     kind: ClassVar[str] = "mtp"
@@ -50,9 +53,12 @@ class MTP(Drafter):
         *,
         input: HiddenState | None = None,  # noqa: A002
         report: HeadReport | None = None,
+        drafting: Drafting = "coupled",
     ) -> None:
         if not heads:
             raise ValueError("MTP needs at least one head")
+        check_drafting(drafting)
+        self.drafting: Drafting = drafting
         if input not in (None, "normed", "raw"):
             raise ValueError(f'input must be "normed" or "raw", got {input!r}')
         self.heads = list(heads)
@@ -71,6 +77,7 @@ class MTP(Drafter):
         *,
         norms: Norms | None = None,
         input: HiddenState | None = None,  # noqa: A002
+        drafting: Drafting = "coupled",
         lazy: bool = False,
     ) -> MTP:
         """Loads the heads of a checkpoint for `target`.
@@ -79,6 +86,7 @@ class MTP(Drafter):
         norms    how the norm weights of the head are stored, where the checkpoint does not tell:
                  "raw" (minus one, as the authors do) or "converted"
         input    the state that the head reads, in place of the family's (docs/mtp.md)
+        drafting    how it draws for rows that sample, see `draft.drawing`
         lazy     leave the tensors on disk until they are used, by the same thread
 
         Raises `UnsupportedModelError` for a family whose head is not known, FileNotFoundError for
@@ -88,7 +96,7 @@ class MTP(Drafter):
         heads, report = load_heads(folder_of(path), target, norms)
         if not lazy:
             mx.eval([head.parameters() for head in heads])  # type: ignore[no-untyped-call]
-        return cls(heads, target, input=input, report=report)
+        return cls(heads, target, input=input, report=report, drafting=drafting)
 
     def start(self, target: Target) -> Session:
         if target.model is not self.target:
@@ -97,7 +105,7 @@ class MTP(Drafter):
                 "and output head. Load it for the model that generates."
             )
         target.watch(self.input)
-        return _Session(self)
+        return _Session(self, target.vocab_size)
 
     def logits(self, k: int, normed: mx.array) -> mx.array:
         """From the normed output of head `k`, [..., H], to logits [..., V]."""
@@ -167,8 +175,8 @@ class _Session(Member):
 
     group: _Group
 
-    def __init__(self, drafter: MTP) -> None:
-        self.group = _Group(drafter, self)
+    def __init__(self, drafter: MTP, vocab: int) -> None:
+        self.group = _Group(drafter, self, vocab)
 
     @property
     def caches(self) -> list[list[Any]]:
@@ -187,8 +195,8 @@ class _Session(Member):
 class _Group(CachedGroup):
     """The head caches of some rows, and what is to be read of each row."""
 
-    def __init__(self, drafter: MTP, member: Session) -> None:
-        super().__init__(drafter, member)
+    def __init__(self, drafter: MTP, member: Session, vocab: int) -> None:
+        super().__init__(drafter, member, vocab)
         self.caches = [head.make_cache() for head in drafter.heads]
         depth, chained = len(drafter.heads), drafter.heads[0].family.chained
         self._rows = [_Reading([0] * depth, [None] * depth, chained)]
@@ -205,35 +213,37 @@ class _Group(CachedGroup):
             self._read_committed()
             mx.async_eval([entry.state for cache in self.caches for entry in cache])
 
-    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
+    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[Guess]:
         self._abort()
         with mx.stream(generation_stream):
             self._read_committed()
             outputs = [row.last for row in self._rows if row.last is not None]
             if len(outputs) < len(self._rows):  # a prompt of one token: no state was seen yet
-                return [mx.zeros((0,), mx.uint32)] * len(limits)
+                return [Guess.none()] * len(limits)
             if max(limits) > 1:
                 self._open(max(limits) - 1)
-            drafts = self._chain(outputs, max(limits))
-            return [drafts[b, :limit] for b, limit in enumerate(limits)]
+            drawing = self._drawing(tokens)
+            self._chain(outputs, drawing, max(limits))
+            return drawing.guesses(limits)
 
-    def _chain(self, outputs: list[tuple[mx.array, mx.array]], count: int) -> mx.array:
-        """Draft tokens, [B, count], from the last outputs of the first head."""
-        drafts: list[mx.array] = []
+    def _chain(
+        self, outputs: list[tuple[mx.array, mx.array]], drawing: Drawing, count: int
+    ) -> None:
+        """Draws `count` tokens per row from the last outputs of the first head on."""
         states: list[mx.array] = []
-        while True:
-            k = len(drafts) % len(self.caches)
+        for step in range(count):
+            k = step % len(self.caches)
             states.append(mx.concatenate([state for state, _ in outputs]))
             normed = mx.concatenate([normed for _, normed in outputs])
-            drafts.append(mx.argmax(self._drafter.logits(k, normed[:, -1]), axis=-1))
-            if len(drafts) == count:
-                return mx.stack(drafts, axis=1).astype(mx.uint32)
+            draft = drawing.pick(self._drafter.logits(k, normed[:, -1]))
+            if step + 1 == count:
+                return
             once_round = None
             if k + 1 == len(self.caches):  # go on from what the heads put out
                 once_round, states = mx.concatenate(states, axis=1), []
             for b, row in enumerate(self._rows):
                 known = None if once_round is None else once_round[b : b + 1]
-                row.add(drafts[-1][b : b + 1], known)
+                row.add(draft[b : b + 1], known)
             outputs = [output for output in self._read((k + 1) % len(self.caches)) if output]
 
     # -- reading --------------------------------------------------------------------------------

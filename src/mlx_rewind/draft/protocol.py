@@ -13,7 +13,9 @@ from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
 import mlx.core as mx
 
 from ..errors import DraftMismatchError
+from ..sampling import Draws
 from ..target import Target
+from ..types import Guess
 
 
 @runtime_checkable
@@ -47,17 +49,24 @@ class Group(ABC):
     members: list[Session]
 
     @abstractmethod
-    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[mx.array]:
-        """For each member's row: at most so many draft tokens after its tokens, [n] uint32."""
+    def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[Guess]:
+        """For each member's row: at most so many draft tokens after its tokens."""
 
 
 class Session(ABC):
     """A proposer that keeps state of its own for one row, and gives it back when the row ends.
 
     group    the sessions that it drafts together with, itself included; None for one that cannot
+    draws    how the row draws its tokens by seed and position; None for any other way
     """
 
     group: Group | None = None
+    draws: Draws | None = None
+
+    @property
+    def may_join(self) -> bool:
+        """Whether its caches hold something, without which it cannot draft together."""
+        return True
 
     @abstractmethod
     def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
@@ -88,15 +97,20 @@ def kind_of(drafter: Drafter | Proposer | None) -> str:
     return drafter.kind if isinstance(drafter, Drafter) else "custom"
 
 
-def start(drafter: Drafter | Proposer, target: Target) -> Proposer:
+def start(drafter: Drafter | Proposer, target: Target, draws: Draws | None = None) -> Proposer:
     """Returns the proposer of a new row; a custom drafter is its own.
+
+    draws    how the row draws its tokens, for drafters that draw with the same noise
 
     Raises `DraftMismatchError` for an object that cannot propose, or not for this target.
     """
     if isinstance(drafter, type):
         raise DraftMismatchError(f"drafter is the class {drafter.__name__}; give an instance")
     if isinstance(drafter, Drafter):
-        return drafter.start(target)
+        proposer = drafter.start(target)
+        if isinstance(proposer, Session):
+            proposer.draws = draws
+        return proposer
     if not isinstance(drafter, Proposer):
         raise DraftMismatchError(
             f"a drafter needs propose(tokens, num_draft_tokens), {type(drafter).__name__} has none"
@@ -104,13 +118,13 @@ def start(drafter: Drafter | Proposer, target: Target) -> Proposer:
     return drafter
 
 
-def propose(proposer: Proposer, tokens: list[int], limit: int, vocab_size: int) -> mx.array:
-    """Asks for at most `limit` draft tokens, [n] uint32. A session's stay on the device, unread."""
+def propose(proposer: Proposer, tokens: list[int], limit: int, vocab_size: int) -> Guess:
+    """Asks for at most `limit` draft tokens. A session's stay on the device, unread."""
     ours = isinstance(proposer, (Drafter, Session))
     proposal = proposer.propose(tokens if ours else list(tokens), limit)
     if isinstance(proposer, Session) and isinstance(proposal, mx.array):
-        return proposal.astype(mx.uint32)
-    return mx.array(checked(proposal, limit, vocab_size), mx.uint32)
+        return Guess(proposal.astype(mx.uint32))
+    return Guess(mx.array(checked(proposal, limit, vocab_size), mx.uint32))
 
 
 def checked(proposal: Iterable[int] | mx.array | None, limit: int, vocab_size: int) -> list[int]:
