@@ -106,6 +106,8 @@ class Decoder:
             if reuse is not None:
                 done = reuse.start(row.tokens, self.batch.cache)
                 self.plan = check(self.batch.model, self.batch.cache)
+                if isinstance(row.proposer, Session):
+                    row.proposer.use_store(reuse.store, reuse.boundaries)
             progress(done, total)
             while total - done > 1:
                 end = min(done + step_size, total - 1) if reuse is None else reuse.chunk_end(done)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
 
 import mlx.core as mx
 
+from ..cache.store import PromptCacheStore
 from ..errors import DraftMismatchError
 from ..sampling import Draws
 from ..target import Target
@@ -83,6 +84,12 @@ class Session(ABC):
         """Drafts together with `other` and its group from here on, if it can. Between two rounds.
 
         slack    the longest window that will be fed, for sliding windows
+        """
+
+    def use_store(self, store: PromptCacheStore, boundaries: Sequence[int]) -> None:  # noqa: B027
+        """Starts from draft caches that a store has, and leaves some there, if it keeps any.
+
+        boundaries    tokens of the prompt after which others may go on differently
         """
 
     @abstractmethod
