@@ -396,7 +396,9 @@ class Engine:
         for job in jobs:
             if job.reuse is not None and job.row.error is None:
                 row = next(b for b in rows if lane.batch.rows[b] is job.row)
-                job.reuse.finish(job.row.tokens[:-1], lane.row_cache(row))
+                held = job.row.tokens[:-1]
+                if job.reuse.finish(held, lane.row_cache(row)):
+                    job.row.keep(len(held))
         if rows:
             lane.leave(rows)
         if not lane.batch.rows and lane in self._lanes:

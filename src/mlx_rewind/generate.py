@@ -127,12 +127,15 @@ class _Generation:
     def tokens(self) -> Generator[Emission, None, None]:
         """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
         decoder = self._decoder
+        self._is_whole = True
         try:
             step_size = self._options.prefill_step_size
             for _ in decoder.prefill(step_size, self._progress, self._reuse):
                 pass
             while self.row.remaining > 0:
+                self._is_whole = False
                 (output,) = decoder.step()
+                self._is_whole = True
                 assert output is not None
                 if not self.stats.steps:
                     self._progress(self.prompt_length, self.prompt_length)
@@ -157,9 +160,12 @@ class _Generation:
         return 0 if self._reuse is None else self._reuse.length
 
     def _keep(self) -> None:
-        """Keeps the end of the reply, up to the pending token."""
-        if self._reuse is not None and self.stats.emitted:
-            self._reuse.finish(self.row.tokens[:-1], self._decoder.batch.cache)
+        """Keeps the end of the reply, up to the pending token. Nothing after a failure."""
+        if self._reuse is None or not self._is_whole or not self.stats.emitted:
+            return
+        held = self.row.tokens[:-1]
+        if self._reuse.finish(held, self._decoder.batch.cache):
+            self.row.keep(len(held))
 
 
 def generate_step(

@@ -107,19 +107,20 @@ class Decoder:
                 done = reuse.start(row.tokens, self.batch.cache)
                 self.plan = check(self.batch.model, self.batch.cache)
                 if isinstance(row.proposer, Session):
-                    row.proposer.use_store(reuse.store, reuse.boundaries)
+                    row.proposer.use_store(reuse.store, row.tokens, done, reuse.boundaries)
             progress(done, total)
             while total - done > 1:
                 end = min(done + step_size, total - 1) if reuse is None else reuse.chunk_end(done)
                 chunk = prompt[None, done:end]
                 with mx.stream(generation_stream):
                     hidden = self.target(chunk, self.batch.cache).hidden
-                    if reuse is not None:
-                        reuse.reached(end, self.batch.cache)
+                    row.absorb(
+                        None if hidden is None else hidden[0], row.tokens[done + 1 : end + 1]
+                    )
+                    if reuse is not None and reuse.reached(end, self.batch.cache):
+                        row.keep(end)
                     if reuse is None or reuse.is_chunk_end(end):
                         self._quantize()
-                    known = row.tokens[done + 1 : done + chunk.size + 1]
-                    row.absorb(None if hidden is None else hidden[0], known)
                     mx.eval([entry.state for entry in self.batch.cache])
                 done += chunk.size
                 progress(done, total)

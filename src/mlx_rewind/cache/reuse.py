@@ -83,24 +83,27 @@ class Reuse:
         self.left = self._total - 1 - end
         return end
 
-    def reached(self, done: int, cache: list[Any]) -> None:
-        """Keeps the boundary after `done` tokens of the prompt, if it is one."""
-        if done in self._stops:
+    def reached(self, done: int, cache: list[Any]) -> bool:
+        """Keeps the boundary after `done` tokens of the prompt. False if it is none."""
+        is_stop = done in self._stops
+        if is_stop:
             at = self._quantized_at if _is_quantized(cache) else None
             self.store.insert(self._tokens[:done], cache, quantized_at=at)
+        return is_stop
 
     def is_chunk_end(self, done: int) -> bool:
         """Whether a prefill without a store would end a chunk here: caches are quantised there."""
         return done % self.step == 0 or done == self._total - 1
 
-    def finish(self, tokens: Sequence[int], cache: list[Any]) -> None:
-        """Keeps the end of the reply: `tokens` are what the caches hold."""
+    def finish(self, tokens: Sequence[int], cache: list[Any]) -> bool:
+        """Keeps the end of the reply: `tokens` are what the caches hold. False if there is none."""
         if len(tokens) < self._total or not self._may_keep(len(tokens)):
-            return
+            return False
         at = None
         if self.quantize is not None and _is_quantized(cache):
             at = self._quantized_at or max(self.quantize[0], 1)
         self.store.insert(tokens, cache, quantized_at=at)
+        return True
 
     # -- where a cold prefill would be the same -------------------------------------------------
 

@@ -11,6 +11,7 @@ can see.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
+    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -253,6 +255,19 @@ def make_like(kinds: Sequence[LeafKind], cache: list[Any]) -> None:
             cache[i] = QuantizedKVCache(**dict(kind.settings))
     if kinds_of(cache) != tuple(kinds):
         raise UnsupportedCacheError("the prompt cache has other parts than the stored one")
+
+
+def shortened(cache: list[Any], tokens: int) -> list[Any]:
+    """Twins of growing caches that show their first tokens only."""
+
+    def twin(entry: Any) -> Any:
+        if type(entry) is CacheList:
+            return CacheList(*(twin(child) for child in entry.caches))
+        short = copy.copy(entry)
+        short.offset = min(tokens, int(entry.offset))
+        return short
+
+    return [twin(entry) for entry in cache]
 
 
 def leaves(cache: list[Any]) -> list[Any]:

@@ -127,7 +127,7 @@ class PromptCacheStore:
         allows    tells for a number of tokens whether to start there
         """
         with self._lock:
-            owner = self._fingerprint(model)
+            owner = self.fingerprint(model)
             keys = [SpaceKey(owner, kinds_of(cache))]
             keys += [SpaceKey(owner, *kind) for kind in kinds]
             best = self._longest(token_array(tokens), keys, allows)
@@ -175,14 +175,32 @@ class PromptCacheStore:
         with self._lock:
             check(self.model if model is None else model, cache)
             check_whole(cache, len(tokens))
-            key = SpaceKey(self._fingerprint(model), kinds_of(cache), quantized_at)
-            space = self._spaces.setdefault(key, Space(key))
-            ids = token_array(tokens)
-            node = space.tree.find(ids)
-            if node is not None and node.boundary is not None:
-                self._touch(node)
-                return True
-            return self._keep(space, space.take(ids, cache))
+            key = SpaceKey(self.fingerprint(model), kinds_of(cache), quantized_at)
+            return self._insert(key, token_array(tokens), cache)
+
+    def give(self, owner: str, tokens: Sequence[int], cache: list[Any]) -> None:
+        """Keeps caches of a drafter that are no model's prompt cache, under a name of its own."""
+        with self._lock:
+            self._insert(SpaceKey(owner, kinds_of(cache)), token_array(tokens), cache)
+
+    def take(self, owner: str, tokens: Sequence[int], cache: list[Any]) -> bool:
+        """Fills fresh caches with what `give` kept for exactly these tokens, if it did."""
+        with self._lock:
+            space = self._spaces.get(SpaceKey(owner, kinds_of(cache)))
+            node = None if space is None else space.tree.find(token_array(tokens))
+            if space is None or node is None or node.boundary is None:
+                return False
+            space.put(Found(space, node, node.end), cache)
+            self._touch(node)
+            return True
+
+    def _insert(self, key: SpaceKey, tokens: Any, cache: list[Any]) -> bool:
+        space = self._spaces.setdefault(key, Space(key))
+        node = space.tree.find(tokens)
+        if node is not None and node.boundary is not None:
+            self._touch(node)
+            return True
+        return self._keep(space, space.take(tokens, cache))
 
     def _keep(self, space: Space, node: Node) -> bool:
         """Accounts for a new boundary and makes room for it; lets go of it if there is none."""
@@ -257,7 +275,7 @@ class PromptCacheStore:
         return nodes
 
     def _of_target(self) -> Iterator[Space]:
-        target = self._fingerprint(None)
+        target = self.fingerprint(None)
         return (space for key, space in self._spaces.items() if key.model == target)
 
     # -- looking --------------------------------------------------------------------------------
@@ -330,11 +348,12 @@ class PromptCacheStore:
     @property
     def _owner(self) -> Owner:
         tokenizer = None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
-        return Owner(self._fingerprint(None), attach(self.model).unused, tokenizer)
+        return Owner(self.fingerprint(None), attach(self.model).unused, tokenizer)
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _fingerprint(self, model: nn.Module | None) -> str:
+    def fingerprint(self, model: nn.Module | None = None) -> str:
+        """That of a model, the target by default; looked up after the first time."""
         model = self.model if model is None else model
         known = self._fingerprints.get(id(model))
         if known is None:

@@ -74,8 +74,13 @@ class _Session(Member):
         """The draft cache, with those of the other rows of its group."""
         return self.group.cache
 
-    def use_store(self, store: PromptCacheStore, boundaries: Sequence[int]) -> None:
+    def use_store(
+        self, store: PromptCacheStore, prompt: Sequence[int], reused: int, boundaries: Sequence[int]
+    ) -> None:
         self.group.stored = [StoredDrafts(store, self.group._model, boundaries)]
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        self.group.store(self, tokens)
 
 
 class _Group(CachedGroup):
@@ -95,14 +100,14 @@ class _Group(CachedGroup):
         self.cached = [0]
         self._shared_vocab = min(target_vocab, drafter.vocab_size)
         self.stored: list[StoredDrafts | None] = [None]
-        self._seen: list[list[int]] = [[]]
+        self._is_whole = True  # but while drafting, or after a failure in it
         self._fed: list[mx.array] = []
         self._last = mx.zeros((1, self._shared_vocab))  # logits after each row's cached tokens
 
     def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[Guess]:
         with mx.stream(generation_stream):
             self._settle(tokens)
-            self._seen = [[] for _ in tokens]  # until all went well
+            self._is_whole = False
             self._begin(tokens)
             self._catch_up(tokens)
             drawing, longest = self._drawing(tokens), max(limits)
@@ -113,7 +118,7 @@ class _Group(CachedGroup):
             for _ in range(longest - 1):
                 self._fed.append(draft)
                 draft = drawing.pick(self._shared(self._forward(draft[:, None])))
-            self._seen = list(tokens)
+            self._is_whole = True
             return drawing.guesses(limits)
 
     # -- rows come and go -----------------------------------------------------------------------
@@ -134,23 +139,21 @@ class _Group(CachedGroup):
     def _take(self, other: _Group) -> None:
         self.cached += other.cached
         self.stored += other.stored
-        self._seen += other._seen
         self._last = mx.concatenate([self._last, other._last])
 
     def _keep(self, rows: Sequence[int]) -> None:
         self.cached = [self.cached[b] for b in rows]
         self.stored = [self.stored[b] for b in rows]
-        self._seen = [self._seen[b] for b in rows]
         self._last = self._last[mx.array(list(rows))]
 
-    def leave(self, member: Session) -> None:
-        self._abort()
-        b = next((b for b, known in enumerate(self.members) if known is member), None)
-        stored = None if b is None else self.stored[b]
-        if b is not None and stored is not None:
-            held = [self._known(token) for token in self._seen[b][: self.cached[b]]]
-            stored.end(held, extract(self.cache, b) if self._has_rows else self.cache)
-        super().leave(member)
+    def store(self, member: Session, tokens: Sequence[int]) -> None:
+        """Leaves in the store what the caches hold of a row's tokens."""
+        b = next(b for b, known in enumerate(self.members) if known is member)
+        stored, held = self.stored[b], self.cached[b]
+        if stored is not None and held and self._is_whole:
+            self._abort()
+            ids = [self._known(token) for token in tokens[:held]]
+            stored.keep(ids, extract(self.cache, b) if self._has_rows else self.cache)
 
     def _abort(self) -> None:
         if self._round is not None:

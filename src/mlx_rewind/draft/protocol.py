@@ -86,11 +86,17 @@ class Session(ABC):
         slack    the longest window that will be fed, for sliding windows
         """
 
-    def use_store(self, store: PromptCacheStore, boundaries: Sequence[int]) -> None:  # noqa: B027
-        """Starts from draft caches that a store has, and leaves some there, if it keeps any.
+    def use_store(  # noqa: B027
+        self, store: PromptCacheStore, prompt: Sequence[int], reused: int, boundaries: Sequence[int]
+    ) -> None:
+        """Starts from draft caches that a store has, if it keeps any.
 
+        reused        tokens of the prompt that are not fed to the target
         boundaries    tokens of the prompt after which others may go on differently
         """
+
+    def keep(self, tokens: Sequence[int]) -> None:  # noqa: B027
+        """Leaves its draft caches in the store; the target's hold exactly these tokens."""
 
     @abstractmethod
     def close(self) -> None:
