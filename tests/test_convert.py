@@ -573,12 +573,12 @@ def test_generation_with_a_converted_head_is_plain_generation(four_bits: Path) -
 def test_progress_is_told_and_nothing_printed(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls: list[tuple[str, int, int]] = []
+    calls: list[tuple[int, int, str]] = []
     options = ConvertOptions(**TRUNK, mtp_q_bits=8)
     convert(SHIPPED, out, options, lambda *call: calls.append(call))
-    assert [stage for stage, _, _ in calls] == ["load", "save", "head", "check", "done"]
-    assert [done for _, done, _ in calls] == [0, 1, 2, 3, 4]
-    assert {total for _, _, total in calls} == {4}
+    assert [stage for _, _, stage in calls] == ["load", "save", "head", "check", "done"]
+    assert [done for done, _, _ in calls] == [0, 1, 2, 3, 4]
+    assert {total for _, total, _ in calls} == {4}
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 

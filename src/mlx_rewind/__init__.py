@@ -1,5 +1,6 @@
 """Exact speculative decoding with cache rollback for every model that mlx-lm runs."""
 
+from .batch import WindowProcessor
 from .cache.attach import attach, detach
 from .cache.describe import CacheRecord, inspect
 from .cache.retrace import record_rollback
@@ -9,11 +10,14 @@ from .cache.trim import speculative_prompt_cache, start_speculation, stop_specul
 from .draft.model import DraftModel
 from .draft.mtp import MTP
 from .draft.ngram import NGram, Prediction
-from .engine import Engine, Handle, Output, Request
+from .engine import Engine
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
-from .generate import GenerationResponse, generate, generate_step, stream_generate
+from .generate import generate, generate_step, stream_generate
 from .load import load, load_draft, load_mtp
 from .many import BatchResult, batch_generate
+from .request import Handle, Output, Request
+from .response import GenerationResponse
+from .sampling import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -32,8 +36,10 @@ __all__ = [
     "PromptCacheStore",
     "Request",
     "Round",
+    "SamplingParams",
     "UnsupportedCacheError",
     "UnsupportedModelError",
+    "WindowProcessor",
     "attach",
     "batch_generate",
     "detach",

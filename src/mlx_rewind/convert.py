@@ -38,7 +38,7 @@ from .load import head_is_missing, load_checkpoint
 from .target import Target
 
 #: Called as each stage begins, and at the end with "done": (stage, its number, number of the end).
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[int, int, str], None]
 _STAGES = ("load", "save", "head", "check", "done")  # what is lazy is computed in saving
 _PARAMETERS = ("group_size", "bits", "mode")
 
@@ -140,7 +140,7 @@ def convert(
 
     def stage(name: str) -> None:
         if progress is not None:
-            progress(name, _STAGES.index(name), len(_STAGES) - 1)
+            progress(_STAGES.index(name), len(_STAGES) - 1, name)
 
     stage("load")
     trusted: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}

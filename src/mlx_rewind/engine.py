@@ -13,91 +13,27 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
+from .batch import Batch, Row, token_ids
 from .cache.members import kinds_of
 from .cache.ragged import why_row_by_row
 from .cache.reuse import Reuse
 from .cache.store import PromptCacheStore
-from .draft.protocol import Drafter, Proposer, start
+from .draft.protocol import start
 from .memory import bytes_for
+from .request import Handle, Output, Request
+from .sampling import draws_of, top_logprobs
 from .speculate import Decoder
-from .stops import TextStream
-from .target import exactness
-from .types import SpecStats
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to generate, as the options of `stream_generate`.
-
-    prompt              token ids, at least one
-    drafter             guesses for this request; None for plain decoding
-    stop                strings that end the text
-    kv_bits             quantise KV caches from `quantized_kv_start` tokens on; until then the
-                        request is alone in its forwards
-    boundaries          tokens of the prompt after which others may go on differently, such as the
-                        ends of messages; kept in the engine's store
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int = 256
-    drafter: Drafter | Proposer | None = None
-    num_draft_tokens: int = 4
-    sampler: Sampler = greedy_sampler
-    logits_processors: Sequence[LogitsProcessor] = ()
-    stop: str | Sequence[str] = ()
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 0
-    boundaries: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Output:
-    """One token of a request, or its end without one: by an error, or a budget of nothing.
-
-    logprobs        [V] of the target
-    finish_reason   stop, length or error with the last one, else None
-    """
-
-    handle: Handle
-    token: int | None
-    text: str
-    logprobs: mx.array | None
-    from_draft: bool
-    finish_reason: str | None
-
-
-@dataclass(eq=False)
-class Handle:
-    """A request in the engine, and what came of it so far.
-
-    cached_tokens    prompt tokens that the store had, once its prefill began
-    """
-
-    id: int
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    error: Exception | None = None
-    stats: SpecStats = field(default_factory=SpecStats)
-    exactness: str = "bitwise"
-    cached_tokens: int = 0
-
-    @property
-    def done(self) -> bool:
-        return self.finish_reason is not None
+from .stops import TextStream, text_stream
+from .target import LAW, exactness
 
 
 @dataclass(eq=False)
@@ -190,8 +126,11 @@ class Engine:
 
     def _frozen(self, request: Request) -> Request:
         """The request as it is now, whatever the caller does to its lists. Raises ValueError."""
-        if request.stop and self.tokenizer is None:
+        params = request.sampling
+        if (request.stop or (params and params.stop_strings)) and self.tokenizer is None:
             raise ValueError("stop strings need an engine with a tokenizer")
+        if params is not None and params.max_tokens is not None:
+            request = replace(request, max_tokens=params.max_tokens)
         if not isinstance(request.max_tokens, int):
             raise ValueError(f"max_tokens must be an int, got {request.max_tokens!r}")
         if not callable(request.sampler):
@@ -268,12 +207,16 @@ class Engine:
 
     def _begin(self, handle: Handle, need: int) -> _Job:
         request = handle.request
+        prompt, params = token_ids(request.prompt), request.sampling
+        ends = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        draws = draws_of(params, request.acceptance, len(prompt), ends)
         row = Row(
-            token_ids(request.prompt),
+            prompt,
             max_tokens=request.max_tokens,
             num_draft_tokens=request.num_draft_tokens,
             sampler=request.sampler,
             processors=tuple(request.logits_processors),
+            draws=draws,
             stats=handle.stats,
         )
         batch = Batch(self.model, make_prompt_cache(self.model), [row], isolates=True)
@@ -283,11 +226,18 @@ class Engine:
         decoder = Decoder(batch, quantize)
         reuse = self._reuse(request, quantize)
         handle.exactness = exactness(self.model, batch.cache, in_chunks=reuse is not None)
+        handle.seed = None if draws is None else draws.seed
+        if params is not None:
+            params.check_vocab(decoder.target.vocab_size)
         if request.drafter is not None:
             decoder.plan.check_windows()
-            row.proposer = start(request.drafter, decoder.target)
+            row.proposer = start(request.drafter, decoder.target, draws)
+            if draws is not None and draws.acceptance != "match":
+                handle.exactness = LAW
         prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None, reuse)
-        text = None if self.tokenizer is None else TextStream(self.tokenizer, request.stop)
+        text = None
+        if self.tokenizer is not None:
+            text = text_stream(self.tokenizer, request.stop, params)
         return _Job(handle, row, decoder, prefill, text, need, reuse)
 
     def _reuse(self, request: Request, quantize: tuple[int, int, int] | None) -> Reuse | None:
@@ -309,9 +259,8 @@ class Engine:
             with job.decoder.batch.guard(job.row):
                 more = next(job.prefill, self) is not self
             if more:
-                job.left -= self.prefill_step_size
-                if job.reuse is not None:
-                    job.left = job.reuse.left
+                left = job.left - self.prefill_step_size
+                job.left = left if job.reuse is None else job.reuse.left
             else:
                 self._prefilling.popleft()
                 outputs += self._begun(job)
@@ -357,11 +306,14 @@ class Engine:
             text, reason = job.text.take(token, is_last=job.row.remaining == 0)
         elif job.row.remaining == 0:
             reason = "length"
-        handle = job.handle
+        handle, params = job.handle, job.handle.request.sampling
+        if job.text is None and params is not None and token in params.stop_ids:
+            reason = "stop"
+        best = top_logprobs(logprobs, (params and params.logprobs) or 0)
         handle.tokens.append(token)
         handle.text += text
         handle.finish_reason = reason
-        return Output(handle, token, text, logprobs, from_draft, reason)
+        return Output(handle, token, text, logprobs, from_draft, reason, best)
 
     def _fail(self, job: _Job) -> Output:
         handle, error = job.handle, job.row.error

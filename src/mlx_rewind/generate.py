@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse as PlainResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
@@ -21,44 +20,15 @@ from .cache.reuse import Reuse
 from .cache.store import PromptCacheStore
 from .draft.model import DraftModel, check_tokenizers
 from .draft.protocol import Drafter, Proposer, kind_of, start
+from .response import GenerationResponse
+from .sampling import Acceptance, SamplingParams, draws_of, top_logprobs
 from .speculate import Decoder
-from .stops import TextStream
-from .target import exactness
+from .stops import TextStream, text_stream
+from .target import LAW, exactness
 from .types import SpecStats
 
 Progress = Callable[[int, int], None]
 Emission = tuple[int, mx.array, bool]
-
-
-@dataclass
-class GenerationResponse(PlainResponse):
-    """mlx-lm's response, and what speculation did so far.
-
-    draft_kind                  none, model, ngram, prediction or custom
-    draft_rounds                verifies with at least one draft token
-    draft_n, draft_n_accepted   draft tokens proposed, and emitted
-    mean_acceptance_length      tokens per forward of the target
-    draft_n_per_position, draft_n_accepted_per_position
-                                the same by position in the window
-    exactness                   bitwise, token or near-tie (docs/exactness.md)
-    cached_tokens               prompt tokens that a store had, and that were not read again
-    """
-
-    draft_kind: str = "none"
-    draft_rounds: int = 0
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-    mean_acceptance_length: float = 0.0
-    draft_n_per_position: list[int] = field(default_factory=list)
-    draft_n_accepted_per_position: list[int] = field(default_factory=list)
-    exactness: str = "bitwise"
-    cached_tokens: int = 0
-
-    @property
-    def acceptance_per_position(self) -> list[float]:
-        """Share of the draft tokens at position i that were emitted."""
-        pairs = zip(self.draft_n_accepted_per_position, self.draft_n_per_position, strict=True)
-        return [accepted / drafted for accepted, drafted in pairs]
 
 
 @dataclass(frozen=True)
@@ -69,6 +39,8 @@ class _Options:
     max_tokens: int = 256
     sampler: Sampler | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    sampling: SamplingParams | None = None
+    acceptance: Acceptance = "match"
     max_kv_size: int | None = None
     prompt_cache: list[Any] | None = None
     prefill_step_size: int = 2048
@@ -78,6 +50,12 @@ class _Options:
     prompt_progress_callback: Progress | None = None
     store: PromptCacheStore | None = None
     boundaries: Sequence[int] = ()
+
+    @property
+    def budget(self) -> int:
+        """Tokens to generate; negative for no limit."""
+        own = None if self.sampling is None else self.sampling.max_tokens
+        return self.max_tokens if own is None else own
 
     @property
     def quantize(self) -> tuple[int, int, int] | None:
@@ -94,6 +72,7 @@ class _Generation:
         model: nn.Module,
         drafter: Drafter | Proposer | None,
         options: _Options,
+        ends: Iterable[int] = (),
     ) -> None:
         tokens = token_ids(prompt)
         if options.prefill_step_size < 1:
@@ -105,20 +84,28 @@ class _Generation:
         cache = options.prompt_cache
         if cache is None:
             cache = _make_cache(model, options.max_kv_size)
+        self.sampling = options.sampling
+        draws = draws_of(options.sampling, options.acceptance, len(tokens), ends)
         self.row = Row(
             tokens,
-            max_tokens=options.max_tokens,
+            max_tokens=options.budget,
             num_draft_tokens=options.num_draft_tokens,
             sampler=options.sampler or greedy_sampler,
             processors=tuple(options.logits_processors or ()),
+            draws=draws,
         )
         batch = Batch(model, cache, [self.row])
         self._decoder = Decoder(batch, options.quantize)
         self._reuse = _reuse(model, options)
+        self._is_whole = True
         self.exactness = exactness(model, cache, in_chunks=self._reuse is not None)
+        if options.sampling is not None:
+            options.sampling.check_vocab(self._decoder.target.vocab_size)
         if drafter is not None:
             self._decoder.plan.check_windows()
-            self.row.proposer = start(drafter, self._decoder.target)
+            self.row.proposer = start(drafter, self._decoder.target, draws)
+            if draws is not None and draws.acceptance != "match":
+                self.exactness = LAW
 
     @property
     def stats(self) -> SpecStats:
@@ -127,7 +114,7 @@ class _Generation:
     def tokens(self) -> Generator[Emission, None, None]:
         """Emits (token, logprobs [V], from_draft) until the budget is spent or it is closed."""
         decoder = self._decoder
-        self._is_whole = True
+        stop_ids = () if self.sampling is None else self.sampling.stop_ids
         try:
             step_size = self._options.prefill_step_size
             for _ in decoder.prefill(step_size, self._progress, self._reuse):
@@ -146,6 +133,8 @@ class _Generation:
                     self.row.tokens.append(token)
                     decoder.emitted[0] += 1  # nothing can interrupt between this and the yield
                     yield emission
+                    if token in stop_ids:
+                        return
                 decoder.commit()
         finally:
             try:
@@ -177,6 +166,8 @@ def generate_step(
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
+    sampling: SamplingParams | None = None,
+    acceptance: Acceptance = "match",
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
@@ -195,6 +186,9 @@ def generate_step(
     max_tokens          tokens to generate, negative for no limit
     sampler             mlx-lm sampler, called once per emitted position; default argmax
     logits_processors   mlx-lm processors; they see prompt, emitted tokens and the draft before
+    sampling            in place of a sampler: draws that depend on nothing but seed and position
+    acceptance          with `sampling`: match keeps drafts that equal the target's draws, rejection
+                        and block accept more by ratios of laws, with the same law and other draws
     prompt_cache        the target's caches, updated in place, possibly with history. At every yield
                         and after close they hold history + prompt + emitted[:-1]; if prefill fails,
                         what they held before
@@ -210,21 +204,10 @@ def generate_step(
     or `UnsupportedModelError` for what cannot be rolled back, `DraftMismatchError` for a drafter
     that does not fit; while running, whatever model, drafter, sampler or processor raise.
     """
-    options = _Options(
-        num_draft_tokens=num_draft_tokens,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        max_kv_size=max_kv_size,
-        prompt_cache=prompt_cache,
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        prompt_progress_callback=prompt_progress_callback,
-        store=store,
-        boundaries=boundaries,
-    )
+    given = locals()
+    options = _Options(**{option.name: given[option.name] for option in fields(_Options)})
+    if sampling is not None and sampling.stop_strings:
+        raise ValueError("stop strings need a tokenizer: use stream_generate")
     return _Generation(prompt, model, drafter, options).tokens()
 
 
@@ -249,8 +232,6 @@ def stream_generate(
 
     Raises as `generate_step` does, at the call.
     """
-    if max_tokens == 0:
-        raise ValueError("max_tokens must not be 0 (use -1 for no limit)")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     if draft_model is not None:
@@ -263,8 +244,11 @@ def stream_generate(
     if unknown:
         raise TypeError(f"stream_generate() got unexpected options {sorted(unknown)}")
     options = _Options(max_tokens=max_tokens, **kwargs)
-    generation = _Generation(encode(tokenizer, prompt), model, drafter, options)
-    return _stream(generation, model, TextStream(tokenizer, stop))
+    if options.budget == 0:
+        raise ValueError("max_tokens must not be 0 (use -1 for no limit)")
+    ends = tokenizer.eos_token_ids
+    generation = _Generation(encode(tokenizer, prompt), model, drafter, options, ends)
+    return _stream(generation, model, text_stream(tokenizer, stop, options.sampling))
 
 
 def generate(
@@ -358,7 +342,8 @@ class _Clock:
         from_draft: bool,
         finish_reason: str | None = None,
     ) -> GenerationResponse:
-        stats = self._generation.stats
+        stats, params = self._generation.stats, self._generation.sampling
+        draws = self._generation.row.draws
         return GenerationResponse(
             text=text,
             token=token,
@@ -379,4 +364,6 @@ class _Clock:
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
             cached_tokens=self._generation.cached_tokens,
+            seed=None if draws is None else draws.seed,
+            top_logprobs=top_logprobs(logprobs, (params and params.logprobs) or 0),
         )

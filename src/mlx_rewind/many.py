@@ -13,8 +13,10 @@ from mlx_lm.sample_utils import greedy_sampler
 from .batch import LogitsProcessor, Sampler
 from .draft.model import DraftModel, check_tokenizers
 from .draft.protocol import Drafter, Proposer
-from .engine import Engine, Handle, Request
+from .engine import Engine
 from .generate import encode
+from .request import Handle, Request
+from .sampling import Acceptance, SamplingParams
 from .types import SpecStats
 
 Progress = Callable[[int, int], None]
@@ -28,6 +30,7 @@ class BatchResult:
     finish_reasons     stop, length, or error
     stats              what speculation did for each
     errors             what a sampler, processor or drafter of that prompt raised, else None
+    seeds              the seed of each one's draws, None without `sampling`
     """
 
     texts: list[str]
@@ -35,6 +38,18 @@ class BatchResult:
     finish_reasons: list[str]
     stats: list[SpecStats]
     errors: list[Exception | None]
+    seeds: list[int | None]
+
+    @classmethod
+    def of(cls, handles: Sequence[Handle]) -> BatchResult:
+        return cls(
+            [handle.text for handle in handles],
+            [handle.tokens for handle in handles],
+            [str(handle.finish_reason) for handle in handles],
+            [handle.stats for handle in handles],
+            [handle.error for handle in handles],
+            [handle.seed for handle in handles],
+        )
 
 
 def batch_generate(
@@ -47,6 +62,8 @@ def batch_generate(
     max_tokens: int | Sequence[int] = 256,
     sampler: Sampler | Sequence[Sampler | None] | None = None,
     logits_processors: Sequence[LogitsProcessor] | Sequence[Sequence[LogitsProcessor]] = (),
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+    acceptance: Acceptance | Sequence[Acceptance] = "match",
     stop: str | Sequence[str] = (),
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -59,7 +76,7 @@ def batch_generate(
     """Generates from all prompts, several in one forward; each as if it were alone.
 
     prompts              texts or token ids
-    drafter, num_draft_tokens, max_tokens, sampler
+    drafter, num_draft_tokens, max_tokens, sampler, sampling, acceptance
                          one for all prompts, or a list with one for each; see `generate_step`
     logits_processors    a list for all prompts, or a list of lists with one for each
     max_rows             prompts under work at once
@@ -73,6 +90,8 @@ def batch_generate(
         "drafter": drafter,
         "num_draft_tokens": num_draft_tokens,
         "sampler": sampler,
+        "sampling": sampling,
+        "acceptance": acceptance,
         "logits_processors": logits_processors,
     }
     shared = {"stop": stop, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
@@ -88,13 +107,7 @@ def batch_generate(
     )
     handles = [engine.submit(request) for request in requests]
     _run(engine, handles, progress or (lambda done, total: None))
-    return BatchResult(
-        [handle.text for handle in handles],
-        [handle.tokens for handle in handles],
-        [str(handle.finish_reason) for handle in handles],
-        [handle.stats for handle in handles],
-        [handle.error for handle in handles],
-    )
+    return BatchResult.of(handles)
 
 
 def _requests(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -264,6 +264,23 @@ class Draws:
 
     def _bans(self, position: int) -> bool:
         return bool(self.ends) and position - self.start < self.params.min_tokens
+
+
+def draws_of(
+    params: SamplingParams | None,
+    acceptance: Acceptance,
+    start: int,
+    ends: Iterable[int] = (),
+) -> Draws | None:
+    """The draws of a row whose prompt has `start` tokens; None without parameters.
+
+    Raises ValueError for an acceptance rule that needs the law of the target where it is not known.
+    """
+    if params is not None:
+        return Draws(params, start, acceptance, frozenset(ends) | frozenset(params.stop_ids))
+    if acceptance != "match":
+        raise ValueError(f"acceptance {acceptance!r} needs sampling=SamplingParams(...)")
+    return None
 
 
 #: One draw: whose, and at which position of the row. None is greedy.

@@ -114,9 +114,8 @@ class Decoder:
                 chunk = prompt[None, done:end]
                 with mx.stream(generation_stream):
                     hidden = self.target(chunk, self.batch.cache).hidden
-                    row.absorb(
-                        None if hidden is None else hidden[0], row.tokens[done + 1 : end + 1]
-                    )
+                    known = row.tokens[done + 1 : end + 1]
+                    row.absorb(None if hidden is None else hidden[0], known)
                     if reuse is not None and reuse.reached(end, self.batch.cache):
                         row.keep(end)
                     if reuse is None or reuse.is_chunk_end(end):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .sampling import SamplingParams
+
 
 class StopStrings:
     """Holds back text that may be the start of a stop string, and cuts at the first whole one."""
@@ -16,8 +18,10 @@ class StopStrings:
         self._held = ""
         self.stopped = False
 
-    def feed(self, segment: str) -> str:
+    def feed(self, segment: str, *, may_stop: bool = True) -> str:
         """Returns the text that may go out now. Sets `stopped` when a stop string is complete."""
+        if not may_stop:
+            return segment
         text = self._held + segment
         # The first one to be complete ends the text, however it was cut into segments.
         ends = [(text.index(s) + len(s), text.index(s)) for s in self._stop if s in text]
@@ -45,10 +49,20 @@ class TextStream:
 
     tokenizer    mlx-lm's TokenizerWrapper
     stop         strings that end the text; they are not part of it
+    stop_ids     more tokens that end it, as end tokens do
+    min_tokens   tokens within which no string ends it
     """
 
-    def __init__(self, tokenizer: Any, stop: str | Sequence[str] = ()) -> None:
-        self._ends = tokenizer.eos_token_ids
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: str | Sequence[str] = (),
+        *,
+        stop_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._ends = {*tokenizer.eos_token_ids, *stop_ids}
+        self._count, self._min_tokens = 0, min_tokens
         self._detokenizer = tokenizer.detokenizer
         self._stops = StopStrings(stop)
 
@@ -59,8 +73,10 @@ class TextStream:
         """
         if token in self._ends:
             return self._end("", "stop")
+        self._count += 1
         self._detokenizer.add_token(token)
-        text = self._stops.feed(self._detokenizer.last_segment)
+        may_stop = self._count > self._min_tokens
+        text = self._stops.feed(self._detokenizer.last_segment, may_stop=may_stop)
         if self._stops.stopped:
             return text, "stop"
         return self._end(text, "length") if is_last else (text, None)
@@ -69,3 +85,18 @@ class TextStream:
         self._detokenizer.finalize()
         text += self._stops.feed(self._detokenizer.last_segment) + self._stops.flush()
         return text, "stop" if self._stops.stopped else reason
+
+
+def text_stream(
+    tokenizer: Any, stop: str | Sequence[str], params: SamplingParams | None
+) -> TextStream:
+    """The text of a request: its own stop strings, and those of its parameters."""
+    if params is None:
+        return TextStream(tokenizer, stop)
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    return TextStream(
+        tokenizer,
+        (*strings, *params.stop_strings),
+        stop_ids=params.stop_ids,
+        min_tokens=params.min_tokens,
+    )

@@ -23,7 +23,7 @@ from .errors import UnsupportedCacheError, UnsupportedModelError
 from .types import TargetOutput
 
 #: The levels of exactness, strictest first; see docs/exactness.md.
-BITWISE, TOKEN, NEAR_TIE = "bitwise", "token", "near-tie"
+BITWISE, TOKEN, NEAR_TIE, LAW = "bitwise", "token", "near-tie", "law"
 
 #: A hidden state of the target: after its final norm, or before.
 HiddenState = Literal["normed", "raw"]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.sample_utils import make_sampler
-from rich.console import Console
-from rich.progress import Progress
 
 from ..draft.protocol import Drafter, kind_of
-from ..engine import Engine, Handle, Request
+from ..engine import Engine
 from ..generate import encode
+from ..request import Handle, Request
+from .progress import progress_bar
+from .sampling import OPTIONS, logprob_record, sampling_for
 
 #: What a line may set for its own prompt, and the type of it.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -27,17 +24,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "id": (str, int),
     "max_tokens": int,
     "num_draft_tokens": int,
-    "temp": (int, float),
-    "top_p": (int, float),
-    "top_k": int,
-    "min_p": (int, float),
-}
-
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "temp": (0, math.inf),
-    "top_p": (0, 1),
-    "top_k": (0, math.inf),
-    "min_p": (0, 1),
+    **{name: kind for name, (kind, _) in OPTIONS.items()},
 }
 
 
@@ -75,14 +62,11 @@ def read_prompts(name: str) -> list[dict[str, Any]]:
 
 
 def _is_valid(field: str, value: Any) -> bool:
-    """Whether a line may set `field` to `value`: what the flag of that name would take."""
-    kind, (low, high) = _FIELDS.get(field), _BOUNDS.get(field, (-math.inf, math.inf))
+    """Whether a line may set `field` to a value of this type. Bounds are checked later."""
+    kind = _FIELDS.get(field)
     if kind is None or not isinstance(value, kind) or isinstance(value, bool):
         return False
-    if isinstance(value, str):
-        return not any("\ud800" <= character <= "\udfff" for character in value)
-    number: Any = value
-    return bool(low <= number <= high)
+    return not any("\ud800" <= character <= "\udfff" for character in str(value))
 
 
 def generate_all(
@@ -106,13 +90,21 @@ def generate_all(
         for entry, prompt in zip(entries, prompts, strict=True)
     ]
     printed = 0
-    with _bar(len(handles)) as done:
+    logprobs: dict[int, list[dict[str, Any]]] = {handle.id: [] for handle in handles}
+    with progress_bar("prompts") as progress:
         for output in engine:
+            params = output.handle.request.sampling
+            if params is not None and params.logprobs is not None and output.token is not None:
+                told = logprob_record(output.token, output.logprobs, output.top_logprobs)
+                logprobs[output.handle.id].append(told)
             if output.finish_reason is None:
                 continue
-            done()
+            if progress is not None:
+                progress(sum(handle.done for handle in handles), len(handles))
             while printed < len(handles) and handles[printed].done:
-                print(json.dumps(_result(printed, entries[printed], handles[printed], drafter)))
+                result = _result(printed, entries[printed], handles[printed], drafter)
+                told_of = logprobs.pop(handles[printed].id)
+                print(json.dumps(result | ({"logprobs": told_of} if told_of else {})))
                 printed += 1
     failed = sum(handle.error is not None for handle in handles)
     if failed:
@@ -127,14 +119,13 @@ def _own(entry: dict[str, Any], field: str, args: argparse.Namespace) -> Any:
 def _request(
     entry: dict[str, Any], prompt: Any, drafter: Drafter | None, args: argparse.Namespace
 ) -> Request:
-    own = partial(_own, entry, args=args)
-    sampler = make_sampler(own("temp"), own("top_p"), own("min_p"), top_k=own("top_k"))
     return Request(
         prompt,
-        max_tokens=own("max_tokens"),
+        max_tokens=_own(entry, "max_tokens", args),
         drafter=drafter,
-        num_draft_tokens=own("num_draft_tokens"),
-        sampler=sampler,
+        num_draft_tokens=_own(entry, "num_draft_tokens", args),
+        sampling=sampling_for(args, entry),
+        acceptance=args.acceptance,
         stop=args.stop,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
@@ -159,19 +150,8 @@ def _result(
         "draft_n_accepted": stats.accepted,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "exactness": handle.exactness,
+        "seed": handle.seed,
     }
     if handle.error is not None:
         result["error"] = str(handle.error)
     return {**({"id": entry["id"]} if "id" in entry else {}), **result}
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Any]:
-    """A progress bar over the prompts, on a terminal only."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda: bar.advance(task)

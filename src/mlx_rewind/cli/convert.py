@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES, QUANT_RECIPES
-from rich.console import Console
-from rich.progress import Progress
 
 from ..convert import ConvertOptions, ConvertReport, convert
 from .options import add_head_options
+from .progress import progress_bar
 
 _MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 
@@ -50,7 +48,7 @@ def add_to(commands: Any) -> None:
 def _convert(args: argparse.Namespace) -> None:
     names = {field.name for field in dataclasses.fields(ConvertOptions)}
     options = ConvertOptions(**{k: v for k, v in vars(args).items() if k in names})
-    with _stages() as progress:
+    with progress_bar("convert") as progress:
         try:
             report = convert(args.hf_path, args.mlx_path, options, progress)
         except RuntimeError as failed:  # what was written does not compute what it should
@@ -74,19 +72,3 @@ def _lines(report: ConvertReport) -> Iterator[str]:
     if report.agreement is not None:
         yield f"its proposals are those of the source at {report.agreement:.0%} of positions"
     yield from (f"note: {note}" for note in report.notes)
-
-
-@contextmanager
-def _stages() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A progress bar over the stages of a conversion, on a terminal only."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("convert", total=None)
-
-        def progress(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total)
-
-        yield progress

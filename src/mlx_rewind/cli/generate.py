@@ -6,20 +6,20 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
-from rich.progress import Progress
 
-from ..generate import GenerationResponse, stream_generate
+from ..generate import stream_generate
 from ..load import load
+from ..response import GenerationResponse
 from .batch import generate_all, read_prompts
 from .drafting import add_draft_options, draft_kind, drafter_for
 from .options import common_options, number, true_or_false
+from .progress import progress_bar
+from .sampling import add_sampling_options, logprob_record, sampling_for
 
 _DEFAULT_PROMPT = "Count from 1 to 20."
 
@@ -32,6 +32,7 @@ def add_to(commands: Any) -> None:
     )
     parser.set_defaults(command=_generate)
     _add_generation_options(parser)
+    add_sampling_options(parser)
     add_draft_options(parser)
 
 
@@ -39,7 +40,9 @@ def _generate(args: argparse.Namespace) -> None:
     entries = _prompts_file(args)
     given = _DEFAULT_PROMPT if args.prompt is None else args.prompt
     prompt_text = sys.stdin.read() if given == "-" else given
-    kind = draft_kind(args)
+    kind, sampling = draft_kind(args), sampling_for(args)
+    if sampling.logprobs is not None and not (args.json or entries):
+        raise ValueError("--logprobs needs --json or --prompts-file, whose results can hold them")
     model, tokenizer = load(
         args.model,
         adapter_path=args.adapter_path,
@@ -49,15 +52,11 @@ def _generate(args: argparse.Namespace) -> None:
     _add_end_tokens(tokenizer, args.extra_eos_token)
     prompt = _apply_template(tokenizer, prompt_text, args)
     drafter = drafter_for(kind, args, model, tokenizer)
-    if args.top_k >= len(tokenizer.get_vocab()):
-        raise ValueError(f"top_k must be below the vocabulary size, got {args.top_k}")
-    if args.seed is not None:
-        mx.random.seed(args.seed)  # after loading, which draws random weights first
     if entries:
         prompts = [_apply_template(tokenizer, entry["prompt"], args) for entry in entries]
         generate_all(entries, prompts, model, tokenizer, drafter, args)
         return
-    with _prefill_bar() as progress:
+    with progress_bar("prompt", ends_full=True) as progress:
         responses = stream_generate(
             model,
             tokenizer,
@@ -66,7 +65,8 @@ def _generate(args: argparse.Namespace) -> None:
             num_draft_tokens=args.num_draft_tokens,
             max_tokens=args.max_tokens,
             stop=args.stop,
-            sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+            sampling=sampling,
+            acceptance=args.acceptance,
             max_kv_size=args.max_kv_size,
             prefill_step_size=args.prefill_step_size,
             kv_bits=args.kv_bits,
@@ -97,14 +97,19 @@ def _print_text(responses: Iterator[GenerationResponse], args: argparse.Namespac
 
 
 def _print_json(responses: Iterator[GenerationResponse], args: argparse.Namespace) -> None:
-    pieces, tokens = [], []
+    pieces, tokens, logprobs = [], [], []
     for response in responses:
         pieces.append(response.text)
         tokens.append(response.token)
+        if args.logprobs is not None:
+            told = logprob_record(response.token, response.logprobs, response.top_logprobs)
+            logprobs.append(told)
     fields = dataclasses.asdict(dataclasses.replace(response, logprobs=mx.zeros(0)))
-    for name in ("text", "token", "from_draft", "logprobs"):
+    for name in ("text", "token", "from_draft", "logprobs", "top_logprobs"):
         del fields[name]
     fields["acceptance_per_position"] = response.acceptance_per_position
+    if args.logprobs is not None:
+        fields["logprobs"] = logprobs
     print(json.dumps({"text": "".join(pieces), "tokens": tokens, **fields}))
 
 
@@ -143,24 +148,6 @@ def _apply_template(tokenizer: Any, text: str, args: argparse.Namespace) -> str 
     return prompt
 
 
-@contextmanager
-def _prefill_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar for the prompt, on a terminal only; gone when the first token is there."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("prompt", total=None)
-
-        def progress(processed: int, total: int) -> None:
-            bar.update(task, completed=processed, total=total)
-            if processed == total:
-                bar.stop()
-
-        yield progress
-
-
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt", "-p", help=f"the prompt ({_DEFAULT_PROMPT!r}); - reads stdin")
@@ -182,11 +169,6 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--stop", action="append", default=[], help="a string that ends the text; repeatable")
     add("--extra-eos-token", nargs="+", default=[], help="more tokens that end the text")
-    add("--temp", type=number("temp", float, 0), default=0.0, help="temperature (0: greedy)")
-    add("--top-p", type=number("top_p", float, 0, 1), default=1.0, help="nucleus (1: all)")
-    add("--top-k", type=number("top_k", int, 0), default=0, help="best tokens to keep (0: all)")
-    add("--min-p", type=number("min_p", float, 0, 1), default=0.0, help="share of the best (0)")
-    add("--seed", type=number("seed", int, 0, 2**64 - 1), help="seed of mlx's random state")
     add("--adapter-path", help="trained adapter weights")
     add("--max-kv-size", type=int, help="longest attention window to keep")
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward (2048)")
