@@ -127,7 +127,7 @@ class PromptCacheStore:
         allows    tells for a number of tokens whether to start there
         """
         with self._lock:
-            owner = self.fingerprint(model)
+            owner = self._owner_of(model)
             keys = [SpaceKey(owner, kinds_of(cache))]
             keys += [SpaceKey(owner, *kind) for kind in kinds]
             best = self._longest(token_array(tokens), keys, allows)
@@ -175,7 +175,7 @@ class PromptCacheStore:
         with self._lock:
             check(self.model if model is None else model, cache)
             check_whole(cache, len(tokens))
-            key = SpaceKey(self.fingerprint(model), kinds_of(cache), quantized_at)
+            key = SpaceKey(self._owner_of(model), kinds_of(cache), quantized_at)
             return self._insert(key, token_array(tokens), cache)
 
     def give(self, owner: str, tokens: Sequence[int], cache: list[Any]) -> None:
@@ -349,6 +349,11 @@ class PromptCacheStore:
     def _owner(self) -> Owner:
         tokenizer = None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
         return Owner(self.fingerprint(None), attach(self.model).unused, tokenizer)
+
+    def _owner_of(self, model: nn.Module | None) -> str:
+        """The name of a model's spaces; a draft model with the target's weights has its own."""
+        is_target = model is None or model is self.model
+        return self.fingerprint() if is_target else f"draft:{self.fingerprint(model)}"
 
     # -- parts ----------------------------------------------------------------------------------
 
