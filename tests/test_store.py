@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+import mlx_rewind
 import zoo
 from mlx_rewind import (
     DraftModel,
@@ -433,3 +434,22 @@ def test_chunks_end_where_those_of_a_cold_prefill_do(fed: list[int]) -> None:
     fed.clear()
     list(generate_step(prompt, model, **options))
     assert list(accumulate(fed, initial=12)) == [12, 16, 24, 32, 39, 40]
+
+
+def test_a_head_goes_on_where_it_was() -> None:
+    """Over three turns it drafts what it drafts when it reads everything again."""
+    model, tokenizer = mlx_rewind.load()
+    head = mlx_rewind.load_mtp(None, model)
+    prompt = tokenizer.encode("def mean(values):\n    ")
+    counts = []
+    for store in (None, PromptCacheStore(model)):
+        tokens, count = list(prompt), []
+        for _ in range(3):
+            for response in mlx_rewind.stream_generate(
+                model, tokenizer, tokens, drafter=head, max_tokens=16, store=store
+            ):
+                tokens.append(response.token)
+            count += [response.draft_n, response.draft_n_accepted, tuple(tokens)]
+        counts.append(count)
+        assert response.cached_tokens == (0 if store is None else len(tokens) - 17)
+    assert counts[0] == counts[1]

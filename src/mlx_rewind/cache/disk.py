@@ -175,6 +175,8 @@ def _noting(refused: dict[str, str], name: str) -> Iterator[None]:
     """Notes why a file is refused, or that it went away meanwhile."""
     try:
         yield
+    except FileNotFoundError:
+        refused[name] = "it went away meanwhile"
     except (_RefusedError, OSError) as reason:
         refused[name] = str(reason)
 
@@ -252,6 +254,7 @@ def _read(path: Path, manifest: dict[str, Any]) -> dict[str, mx.array]:
         arrays: Any = mx.load(str(path))
         mx.eval(arrays)
     except RuntimeError as error:
+        path.stat()  # says so if it went away
         raise _RefusedError(f"it cannot be read: {error}") from error
     found = {name: [str(x.dtype), list(x.shape)] for name, x in arrays.items()}
     if found != manifest["arrays"]:
