@@ -13,6 +13,7 @@ from .draft.ngram import NGram, Prediction
 from .engine import Engine
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
 from .generate import generate, generate_step, stream_generate
+from .grammar import Grammar
 from .load import load, load_draft, load_mtp
 from .many import BatchResult, batch_generate
 from .request import Handle, Output, Request
@@ -29,6 +30,7 @@ __all__ = [
     "DraftModel",
     "Engine",
     "GenerationResponse",
+    "Grammar",
     "Handle",
     "NGram",
     "Output",

@@ -33,15 +33,19 @@ def match(draft: Sequence[int], draw: Callable[[int], int]) -> Verdict:
 
 
 def rejection(
-    target: mx.array, draft: mx.array | None, guesses: mx.array, lots: mx.array, noise: mx.array
+    target: mx.array,
+    guesses: mx.array,
+    lots: mx.array,
+    noise: mx.array,
+    draft: mx.array | None = None,
 ) -> mx.array:
     """Accepts each draft token with probability min(1, p/q), up to the first that is rejected.
 
     target      [K + 1, V] log-laws of the target, normalised or not
-    draft       [K, V] log-laws that the guesses were drawn from; None for a deterministic draft
     guesses     [K]
     lots        [K] uniform numbers in [0, 1)
     noise       [K + 1, V] Gumbel noise
+    draft       [K, V] log-laws that the guesses were drawn from; None for a deterministic draft
 
     Returns [K + 2] int32: the count of accepted tokens, then for each count the token that follows.
     """
@@ -52,7 +56,11 @@ def rejection(
 
 
 def block(
-    target: mx.array, draft: mx.array | None, guesses: mx.array, lots: mx.array, noise: mx.array
+    target: mx.array,
+    guesses: mx.array,
+    lots: mx.array,
+    noise: mx.array,
+    draft: mx.array | None = None,
 ) -> mx.array:
     """Accepts the longest prefix by its joint ratio; in expectation never less than `rejection`.
 

@@ -128,12 +128,14 @@ class Row:
         raw = logits[...]  # processors may write into theirs
         if history is not None:
             if self.draws is not None:
-                logits = self.draws.processed(logits, history, position)
+                logits = self.draws.penalised(logits, history)
             for processor in self.processors:
                 logits = processor(history, logits)
+        if self.draws is not None and self.draws.bans(position):
+            logits = self.draws.without_ends(logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         if self.draws is not None:
-            token = draw([(self.draws, position)], logprobs)
+            token = draw([(self.draws, position)], logprobs)[0]
             if self.draws.params.raw_logprobs:
                 logprobs = raw - mx.logsumexp(raw, keepdims=True)
             return token, logprobs.squeeze(0)

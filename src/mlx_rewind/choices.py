@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from . import accept
 from .batch import Batch, Row, WindowProcessor
-from .sampling import Draw, draw, gumbel, laws
+from .sampling import Draw, Draws, draw, gumbel, laws
 from .types import Draft, Verdict
 
 
@@ -85,16 +85,17 @@ class Verify:
         logprobs = _normalised(logits)
         draws = self._draws(eager)
         if any(draws):
-            tokens = draw(draws, logprobs.flatten(0, 1)).reshape(logprobs.shape[:2])
+            tokens = draw(draws, logprobs.flatten(0, 1))[0].reshape(logprobs.shape[:2])
         else:
             tokens = mx.argmax(logprobs, axis=-1)
         drawn = _Drawn(tokens, logprobs)
+        results = self._judge({b: logprobs[i] for i, b in enumerate(eager) if self._judges(b)})
         for i, (b, own) in enumerate(eager.items()):
             draws_of = self.batch.rows[b].draws
             raw = own is not None and draws_of is not None and draws_of.params.raw_logprobs
             told = _normalised(self.logits[b]) if raw else None
-            if self._judges(b):
-                chosen[b] = self._judged(b, logprobs[i], logprobs[i] if told is None else told)
+            if b in results:
+                chosen[b] = _Judged(results[b], logprobs[i] if told is None else told)
             else:
                 chosen[b] = _Member(drawn, i, told)
 
@@ -115,39 +116,71 @@ class Verify:
                 draws += [*((own, at + i) for i in range(size)), *[None] * rest]
         return draws
 
-    def _judged(self, b: int, logprobs: mx.array, told: mx.array) -> Choices:
-        """Accepts by ratios; the noise is that of this round, which begins at `at`."""
-        own, at, count = self.batch.rows[b].draws, self._position(b), self.draft.lengths[b]
+    def _judge(self, logprobs: dict[int, mx.array]) -> dict[int, mx.array]:
+        """Results of the rules for rows, by rows of one kind; logprobs [K + 1, V] of each."""
+        kinds: dict[Any, list[int]] = {}
+        for b in logprobs:
+            own, count = self._drawing(b), self.draft.lengths[b]
+            is_certain = self.draft.laws[b] is None
+            kind = own.acceptance, count, own.params.filters, is_certain
+            kinds.setdefault(kind, []).append(b)
+        results: dict[int, mx.array] = {}
+        for (acceptance, count, _, is_certain), rows in kinds.items():
+            together = mx.stack([logprobs[b][: count + 1] for b in rows])
+            guesses = mx.stack([self.draft.tokens[b, :count] for b in rows])
+            rule = accept.rejection if acceptance == "rejection" else accept.block
+            given = [self._law(rows, together), guesses, *self._noise(rows, together.shape)]
+            theirs: Any = [self.draft.laws[b] for b in rows]
+            judged = mx.vmap(rule)(*given, *(() if is_certain else (mx.stack(theirs),)))
+            results |= {b: judged[i] for i, b in enumerate(rows)}
+        return results
+
+    def _law(self, rows: list[int], logprobs: mx.array) -> mx.array:
+        """Laws of the target for logprobs [R, n, V]."""
+        count = logprobs.shape[1]
+        places = [(self._drawing(b), self._position(b) + i) for b in rows for i in range(count)]
+        return laws(places, logprobs.flatten(0, 1)).reshape(logprobs.shape)
+
+    def _noise(self, rows: list[int], shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+        """Lots [R, n - 1] and Gumbel noise [R, n, V] of this round, which its start tells apart."""
+        lots: list[list[float]] = []
+        keys: list[list[int]] = []
+        for b in rows:
+            own = self._drawing(b)
+            first = self._position(b) - own.start
+            lots.append([own.uniform("accept", first, i) for i in range(shape[1] - 1)])
+            keys += [own.key("rest", first, i) for i in range(shape[1])]
+        return mx.array(lots, mx.float32), gumbel(keys, shape[-1]).reshape(shape)
+
+    def _drawing(self, b: int) -> Draws:
+        own = self.batch.rows[b].draws
         assert own is not None
-        first = at - own.start
-        law = laws([(own, at + i) for i in range(count + 1)], logprobs[: count + 1])
-        lots = mx.array([own.uniform("accept", first, i) for i in range(count)], mx.float32)
-        keys = [own.key("rest", first, i) for i in range(count + 1)]
-        rule = accept.rejection if own.acceptance == "rejection" else accept.block
-        guesses, theirs = self.draft.tokens[b, :count], self.draft.laws[b]
-        return _Judged(rule(law, theirs, guesses, lots, gumbel(keys, law.shape[-1])), told)
+        return own
 
     def _changed(self, b: int) -> mx.array | None:
         """Logits [K + 1, V] of an eager row after its processors; None for a row without any."""
         row, at, size = self.batch.rows[b], self._position(b), self.draft.lengths[b] + 1
-        logits, own, changed = self._logits(b), row.draws, False
-        if own is not None and any(own.changes(at + i) for i in range(size)):
-            reach = own.reach
-            history = mx.array(row.tokens[max(0, at - 1 - reach) : at - 1], mx.int32)
-            history = mx.concatenate([history, self.window[b, :size].astype(mx.int32)])
-            ends = [history.size - size + i + 1 for i in range(size)]
-            rows = [
-                own.processed(logits[i : i + 1], history[: ends[i]], at + i) for i in range(size)
-            ]
-            logits, changed = mx.concatenate(rows), True
+        own, logits, changed = row.draws, self._logits(b), bool(row.processors)
+        if own is not None and own.params.penalties:
+            logits, changed = self._penalised(b, own, logits), True
         if row.processors:
             guesses: Any = self.draft.tokens[b, : size - 1].tolist() if size > 1 else []
             for processor in row.processors:
                 assert isinstance(processor, WindowProcessor)
-                logits, changed = processor.window(row.tokens, guesses, logits), True
-        if not changed:
-            return None
-        return mx.concatenate([logits, self.logits[b, size:]])
+                logits = processor.window(row.tokens, guesses, logits)
+        banned = [i for i in range(size) if own is not None and own.bans(at + i)]
+        if own is not None and banned:  # the first positions
+            parts = [own.without_ends(logits[i : i + 1]) for i in banned]
+            logits, changed = mx.concatenate([*parts, logits[len(banned) :]]), True
+        return mx.concatenate([logits, self.logits[b, size:]]) if changed else None
+
+    def _penalised(self, b: int, own: Draws, logits: mx.array) -> mx.array:
+        row, at, size = self.batch.rows[b], self._position(b), logits.shape[0]
+        known = mx.array(row.tokens[max(0, at - 1 - own.reach) : at - 1], mx.int32)
+        history = mx.concatenate([known, self.window[b, :size].astype(mx.int32)])
+        ends = [known.size + i + 1 for i in range(size)]
+        each = [own.penalised(logits[i : i + 1], history[: ends[i]]) for i in range(size)]
+        return mx.concatenate(each)
 
     # -- one row --------------------------------------------------------------------------------
 

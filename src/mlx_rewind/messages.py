@@ -1,4 +1,4 @@
-"""Where the messages of a conversation end in its prompt."""
+"""The prompt of a conversation: how it goes on, and where its messages end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+
+
+def prompt_after(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], before: Sequence[int], **template: Any
+) -> list[int]:
+    """The prompt for the next answer, that begins with the very tokens of the last turn.
+
+    before    the last prompt and what was emitted after it; may be empty
+
+    A reply need not be cut into tokens as its text would be. Where the text of the conversation
+    begins with that of `before`, its tokens are kept, and only the rest is made of text.
+    """
+    options = {**template, "add_generation_prompt": True}
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    known: str = tokenizer.decode(list(before)) if before else ""
+    if before and text.startswith(known):
+        rest: list[int] = tokenizer.encode(text[len(known) :], add_special_tokens=False)
+        return [*before, *rest]
+    prompt: list[int] = tokenizer.apply_chat_template(list(messages), **options)
+    return prompt
 
 
 def message_ends(

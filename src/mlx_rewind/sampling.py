@@ -243,27 +243,27 @@ class Draws:
             p.frequency_context_size,
         )
 
-    def changes(self, position: int) -> bool:
-        """Whether logits at a position of the row are changed at all."""
-        return bool(self.params.penalties) or self._bans(position)
-
     @property
     def reach(self) -> int:
         """Tokens before a position that its penalties look at."""
         sizes = (size for penalty, size in self.params.penalties[1:] if penalty)
         return max(sizes, default=0)
 
-    def processed(self, logits: mx.array, history: mx.array, position: int) -> mx.array:
-        """Logits [1, V] after bias, penalties and `min_tokens`; history [>= reach] ends before."""
+    def penalised(self, logits: mx.array, history: mx.array) -> mx.array:
+        """Logits [1, V] after bias and penalties; history [>= reach] ends before their position."""
         for processor in self._processors if self.params.penalties else ():
             logits = processor(history, logits)
-        if self._bans(position):
-            ends = mx.array(sorted(self.ends), mx.int32)
-            logits = mx.put_along_axis(logits, ends[None], mx.array(-mx.inf, logits.dtype), axis=-1)
         return logits
 
-    def _bans(self, position: int) -> bool:
+    def bans(self, position: int) -> bool:
+        """Whether `min_tokens` forbids end tokens at a position of the row."""
         return bool(self.ends) and position - self.start < self.params.min_tokens
+
+    def without_ends(self, logits: mx.array) -> mx.array:
+        """Logits [1, V] without end tokens, unless a constraint allows nothing else."""
+        ends = mx.array(sorted(self.ends), mx.int32)
+        others = mx.put_along_axis(logits, ends[None], mx.array(-mx.inf, logits.dtype), axis=-1)
+        return mx.where(others.max() == -mx.inf, logits, others)
 
 
 def draws_of(
@@ -285,6 +285,12 @@ def draws_of(
 
 #: One draw: whose, and at which position of the row. None is greedy.
 Draw = tuple[Draws, int] | None
+#: The key of the noise of a draw.
+Key = Callable[[Draws, int], list[int]]
+
+
+def _token_key(own: Draws, position: int) -> list[int]:
+    return own.key("token", position - own.start)
 
 
 def laws(draws: Sequence[tuple[Draws, int]], logprobs: mx.array) -> mx.array:
@@ -319,29 +325,34 @@ def gumbel(keys: Sequence[list[int]], size: int) -> mx.array:
     return noise(mx.array(list(keys), mx.uint32))
 
 
-def draw(draws: Sequence[Draw], logprobs: mx.array) -> mx.array:
-    """Draws one token per row of logprobs [n, V]; returns [n] uint32.
+def draw(
+    draws: Sequence[Draw], logprobs: mx.array, key: Key = _token_key, vocab: int | None = None
+) -> tuple[mx.array, list[tuple[list[int], mx.array]]]:
+    """Draws one token per row of logprobs [n, V], those of equal filters in one operation.
 
-    The noise is that of the target's own draw at the position (purpose "token").
+    key      of the noise; by default that of the target's own draw at the position
+    vocab    entries that the noise goes over, if they are more than V
+
+    Returns the tokens [n], and for each kind of filters the rows and their laws [rows, V].
     """
-    if not any(draws):
-        return mx.argmax(logprobs, axis=-1)
     alike: dict[Any, list[int]] = {}
     for i, each in enumerate(draws):
         alike.setdefault(each[0].params.filters if each else (), []).append(i)
-    parts, order = [], []
+    parts, order, kinds = [], [], []
     for filters, members in alike.items():
         some = logprobs if len(alike) == 1 else logprobs[mx.array(members)]
         if filters:
             own: Any = [draws[i] for i in members]
-            keys = [each.key("token", at - each.start) for each, at in own]
-            some = laws(own, some) + gumbel(keys, some.shape[-1])
+            some = laws(own, some)
+            kinds.append((members, some))
+            size = some.shape[-1]
+            some = some + gumbel([key(*each) for each in own], vocab or size)[:, :size]
         parts.append(mx.argmax(some, axis=-1))
         order += members
     if len(parts) == 1:
-        return parts[0]
+        return parts[0], kinds
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return mx.concatenate(parts)[mx.array(inverse)]
+    return mx.concatenate(parts)[mx.array(inverse)], kinds
 
 
 def top_logprobs(logprobs: mx.array, count: int) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""The command line: `mlx-rewind generate`, `convert` and `inspect`."""
+"""The command line: `mlx-rewind generate`, `chat`, `convert` and `inspect`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from . import convert, generate, inspect
+from . import chat, convert, generate, inspect
 from .options import OneLineParser
 
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stdout = None
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"mlx-rewind: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -35,6 +35,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (generate, convert, inspect):
+    for command in (generate, chat, convert, inspect):
         command.add_to(commands)
     return parser

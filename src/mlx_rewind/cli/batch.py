@@ -14,6 +14,7 @@ import mlx.nn as nn
 from ..draft.protocol import Drafter, kind_of
 from ..engine import Engine
 from ..generate import encode
+from ..grammar import Grammar
 from ..request import Handle, Request
 from .progress import progress_bar
 from .sampling import OPTIONS, logprob_record, sampling_for
@@ -75,6 +76,7 @@ def generate_all(
     model: nn.Module,
     tokenizer: Any,
     drafter: Drafter | None,
+    grammar: Grammar | None,
     args: argparse.Namespace,
 ) -> None:
     """Runs all prompts through an engine; prints one JSON line for each, in their order."""
@@ -86,7 +88,7 @@ def generate_all(
         max_draft_tokens=max(0, *(_own(entry, "num_draft_tokens", args) for entry in entries)),
     )
     handles = [
-        engine.submit(_request(entry, encode(tokenizer, prompt), drafter, args))
+        engine.submit(_request(entry, encode(tokenizer, prompt), drafter, grammar, args))
         for entry, prompt in zip(entries, prompts, strict=True)
     ]
     printed = 0
@@ -117,7 +119,11 @@ def _own(entry: dict[str, Any], field: str, args: argparse.Namespace) -> Any:
 
 
 def _request(
-    entry: dict[str, Any], prompt: Any, drafter: Drafter | None, args: argparse.Namespace
+    entry: dict[str, Any],
+    prompt: Any,
+    drafter: Drafter | None,
+    grammar: Grammar | None,
+    args: argparse.Namespace,
 ) -> Request:
     return Request(
         prompt,
@@ -126,6 +132,7 @@ def _request(
         num_draft_tokens=_own(entry, "num_draft_tokens", args),
         sampling=sampling_for(args, entry),
         acceptance=args.acceptance,
+        logits_processors=(grammar.processor(),) if grammar else (),
         stop=args.stop,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,

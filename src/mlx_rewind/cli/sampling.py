@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ..grammar import Grammar
 from ..sampling import ACCEPTANCE, SamplingParams
 
 #: Option or field -> its type and what it does. The name in `SamplingParams` is the same, but one.
@@ -44,6 +46,37 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         default="match",
         help="match: the text of plain decoding; rejection, block: more accepted, the same law",
     )
+    one = parser.add_argument_group("grammar").add_mutually_exclusive_group()
+    for name, text in GRAMMARS.items():
+        one.add_argument(f"--{name}", help=text)
+
+
+#: The text must match one of these; they need the extra `grammar`.
+GRAMMARS = {
+    "json-schema": "a JSON schema, or a file with one: the text is such JSON, without white space",
+    "regex": "a regular expression",
+    "lark": "a file with a Lark grammar",
+}
+
+
+def grammar_for(args: argparse.Namespace, tokenizer: Any) -> Grammar | None:
+    """The grammar of a command line. Raises ValueError as `Grammar` does."""
+    if args.json_schema is not None:
+        text = args.json_schema
+        if not text.lstrip().startswith("{"):
+            text = _read("--json-schema", text)
+        return Grammar.json_schema(text, tokenizer, compact=True)
+    if args.regex is not None:
+        return Grammar.regex(args.regex, tokenizer)
+    if args.lark is not None:
+        return Grammar.lark(_read("--lark", args.lark), tokenizer)
+    return None
+
+
+def _read(option: str, name: str) -> str:
+    if not Path(name).is_file():
+        raise FileNotFoundError(f"{option}: no file at {name}")
+    return Path(name).read_text(encoding="utf-8")
 
 
 def sampling_for(

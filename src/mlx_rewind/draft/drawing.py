@@ -8,11 +8,11 @@ without Communication and Drafter-Invariant Speculative Decoding").
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 
-from ..sampling import Draws, gumbel, laws
+from ..sampling import Draw, Draws, draw
 from ..types import Guess
 
 #: How draft tokens are drawn for a row that samples: with the target's noise, with noise of their
@@ -52,13 +52,34 @@ class Drawing:
     def pick(self, logits: mx.array) -> mx.array:
         """Draws the next draft token of every row from logits [B, V]; returns [B] uint32."""
         if any(self._draws):
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            each = [self._pick(b, logprobs[b : b + 1]) for b in range(len(self._draws))]
-            picked = mx.concatenate(each)
+            picked = self._pick(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         else:
             picked = mx.argmax(logits, axis=-1)
         self._steps.append(picked.astype(mx.uint32))
         return self._steps[-1]
+
+    def _pick(self, logprobs: mx.array) -> mx.array:
+        step = len(self._steps)
+        draws: list[Draw] = [
+            None if own is None else (own, first + step)
+            for own, first in zip(self._draws, self._first, strict=True)
+        ]
+
+        def key(own: Draws, position: int) -> list[int]:
+            if own.acceptance != "match":
+                return own.key("draft", position - step - own.start, step)
+            purpose = "token" if self._drafting == "coupled" else "draft"
+            return own.key(purpose, position - own.start)
+
+        picked, kinds = draw(draws, logprobs, key, self._vocab)
+        for members, law in kinds:
+            missing = self._vocab - law.shape[-1]
+            wide = mx.pad(law, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else law
+            for i, b in enumerate(members):
+                own = self._draws[b]
+                if own is not None and own.acceptance != "match":
+                    self._laws[b].append(wide[i : i + 1])
+        return picked
 
     def guesses(self, limits: Sequence[int]) -> list[Guess]:
         """What was drawn, cut to so many tokens per row."""
@@ -68,19 +89,3 @@ class Drawing:
             law = mx.concatenate(self._laws[b][:limit]) if self._laws[b] and limit else None
             guesses.append(Guess(together[b, :limit], law))
         return guesses
-
-    def _pick(self, b: int, logprobs: mx.array) -> mx.array:
-        own = self._draws[b]
-        if own is None:
-            return mx.argmax(logprobs, axis=-1)
-        step, at = len(self._steps), self._first[b] + len(self._steps)
-        law = laws([(own, at)], logprobs)
-        if own.acceptance != "match":
-            key: Any = own.key("draft", self._first[b] - own.start, step)
-            missing = self._vocab - law.shape[-1]
-            wide = mx.pad(law, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else law
-            self._laws[b].append(wide)
-        else:
-            key = own.key("token" if self._drafting == "coupled" else "draft", at - own.start)
-        noise = gumbel([key], self._vocab)[:, : law.shape[-1]]
-        return mx.argmax(law + noise, axis=-1)
