@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -160,9 +161,34 @@ def test_every_drafter_gives_the_same_text(
     assert results["none"]["draft_n"] == results["none"]["draft_rounds"] == 0
 
 
-def test_the_default_is_no_drafter(run: Run) -> None:
-    plain = run("generate", *QUESTION, "-m", 4, "--json").json
-    assert plain["draft_kind"] == "none"
+@pytest.mark.parametrize("more", [(), ("--draft", "auto")])
+def test_the_default_chooses_by_itself(run: Run, more: tuple[str, ...]) -> None:
+    line = ("generate", "--ignore-chat-template", "-p", "import os", "-m", 40, "--json")
+    chosen, plain = run(*line, *more).json, run(*line, "--draft", "none").json
+    assert (chosen["draft_kind"], plain["draft_kind"]) == ("auto", "none")
+    assert chosen["tokens"] == plain["tokens"]
+    assert chosen["draft_reason"]
+    assert "draft_reason" in plain
+    assert not plain["draft_reason"]
+
+
+def test_auto_goes_with_what_is_named(run: Run, llama: Path, prediction: Path) -> None:
+    line = ("generate", "--model", llama, "-p", "one two three", "-m", 12, "--json")
+    plain = run(*line, "--draft", "none").json
+    for more in (("--draft-model", llama), ("--prediction-file", prediction)):
+        chosen = run(*line, "--draft", "auto", *more).json
+        assert chosen["draft_kind"] == "auto"
+        assert chosen["tokens"] == plain["tokens"]
+
+
+def test_auto_says_which_head_it_cannot_use(run: Run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SHIPPED, tmp_path / "unrecorded"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["mlx_rewind_mtp"]
+    (folder / "config.json").write_text(json.dumps(config))
+    result = run("generate", "--model", folder, *QUESTION, "-m", 4)
+    assert result.code == 0
+    assert "note: the MTP head is not used" in result.err
 
 
 def test_a_drafters_own_option_chooses_it(
@@ -210,6 +236,8 @@ def test_another_prediction_file_is_another_drafter(
 # --- every option ----------------------------------------------------------------------------
 
 SAMPLING = ("--temp", 1.5, "--seed", 1)
+LONG = ("--max-tokens", 40)
+XTC = ("--xtc-threshold", 0.001)
 QUANTISED = ("--kv-bits", 4, "--quantized-kv-start", 0)
 
 # Two command lines, and the field of the JSON in which they differ.
@@ -223,6 +251,48 @@ DIFFERENCES: dict[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
     "--top-p": (SAMPLING, (*SAMPLING, "--top-p", 0.3), "tokens"),
     "--top-k": (SAMPLING, (*SAMPLING, "--top-k", 2), "tokens"),
     "--min-p": (SAMPLING, (*SAMPLING, "--min-p", 0.9), "tokens"),
+    "--xtc-probability": (SAMPLING, (*SAMPLING, "--xtc-probability", 1, *XTC), "tokens"),
+    "--xtc-threshold": (
+        (*SAMPLING, "--xtc-probability", 1, "--xtc-threshold", 0.5),
+        (*SAMPLING, "--xtc-probability", 1, *XTC),
+        "tokens",
+    ),
+    "--repetition-penalty": (LONG, (*LONG, "--repetition-penalty", 5), "tokens"),
+    "--repetition-context-size": (
+        (*LONG, "--repetition-penalty", 5, "--repetition-context-size", 1),
+        (*LONG, "--repetition-penalty", 5),
+        "tokens",
+    ),
+    "--presence-penalty": (LONG, (*LONG, "--presence-penalty", 9), "tokens"),
+    "--presence-context-size": (
+        (*LONG, "--presence-penalty", 9, "--presence-context-size", 1),
+        (*LONG, "--presence-penalty", 9),
+        "tokens",
+    ),
+    "--frequency-penalty": (LONG, (*LONG, "--frequency-penalty", 9), "tokens"),
+    "--frequency-context-size": (
+        (*LONG, "--frequency-penalty", 9, "--frequency-context-size", 1),
+        (*LONG, "--frequency-penalty", 9),
+        "tokens",
+    ),
+    "--logit-bias": ((), ("--logit-bias", '{"3": 100}'), "tokens"),
+    "--min-tokens": (
+        ("--extra-eos-token", 3, "--logit-bias", '{"3": 100}'),
+        ("--extra-eos-token", 3, "--logit-bias", '{"3": 100}', "--min-tokens", 4),
+        "generation_tokens",
+    ),
+    "--logprobs": (("--logprobs", 0), ("--logprobs", 2), "logprobs"),
+    "--raw-logprobs": (
+        ("--logprobs", 0, "--logit-bias", '{"3": 100}'),
+        ("--logprobs", 0, "--logit-bias", '{"3": 100}', "--raw-logprobs"),
+        "logprobs",
+    ),
+    "--acceptance": (
+        (*SAMPLING, "--draft", "ngram"),
+        (*SAMPLING, "--draft", "ngram", "--acceptance", "block"),
+        "exactness",
+    ),
+    "--regex": ((), ("--regex", "[0-9]{4}"), "text"),
     "--kv-bits": ((*QUANTISED, "--kv-bits", 2), (*QUANTISED, "--kv-bits", 8), "tokens"),
     "--kv-group-size": (QUANTISED, (*QUANTISED, "--kv-group-size", 32), "tokens"),
     "--quantized-kv-start": (QUANTISED, ("--kv-bits", 4), "tokens"),
@@ -234,6 +304,42 @@ DIFFERENCES: dict[str, tuple[tuple[object, ...], tuple[object, ...], str]] = {
 def test_an_option_makes_a_difference(generate: Callable[..., Any], option: str) -> None:
     one, other, field = DIFFERENCES[option]
     assert generate(*one)[field] != generate(*other)[field]
+
+
+def test_grammars_bind_the_text(run: Run, tmp_path: Path) -> None:
+    line = ("generate", "--ignore-chat-template", "-p", "import os", "-m", 40, "--json")
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
+    (tmp_path / "schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    (tmp_path / "digits.lark").write_text("start: /[0-9]{3}/")
+    for drafting in ((), ("--draft", "mtp"), ("--draft", "ngram", "--temp", 1, "--seed", 2)):
+        for option in (tmp_path / "schema.json", (tmp_path / "schema.json").read_text()):
+            result = run(*line, *drafting, "--json-schema", option).json
+            assert json.loads(result["text"])["a"] in ("x", "yy")
+            assert result["finish_reason"] == "stop"
+        text = run(*line, *drafting, "--lark", tmp_path / "digits.lark").json["text"]
+        assert re.fullmatch("[0-9]{3}", text)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    batch = ("generate", "--prompts-file", tmp_path / "prompts.jsonl", "--draft", "mtp")
+    results = lines_of(run(*batch, "--regex", "(yes|no)!", "--logprobs", 1))
+    assert all(re.fullmatch("(yes|no)!", result["text"]) for result in results)
+    assert [len(result["logprobs"]) for result in results] == [len(r["tokens"]) for r in results]
+
+
+def test_what_is_wrong_with_sampling_is_told(run: Run, tmp_path: Path) -> None:
+    wrong = {
+        ("--regex", "[0-9"): "not a usable regex grammar",
+        ("--lark", tmp_path / "none"): "no file at",
+        ("--json-schema", "{"): "is not JSON",
+        ("--regex", "a", "--json-schema", "{}"): "not allowed with",
+        ("--logit-bias", "[]"): "expected a JSON object",
+        ("--logit-bias", '{"90000": 1}'): "logit_bias",
+        ("--logprobs", 2): "--logprobs needs --json",
+        ("--acceptance", "best"): "invalid choice",
+    }
+    for options, message in wrong.items():
+        result = run("generate", "-p", "x", "-m", 2, *options)
+        assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+        assert message in result.err
 
 
 def test_max_kv_size_is_the_longest_window(generate: Callable[..., Any], plain: Path) -> None:
@@ -345,7 +451,7 @@ def test_text_and_closing_line(run: Run, generate: Callable[..., Any], llama: Pa
     closing = verbose.out[len(quiet.out) :]
     for part in ("prompt tokens", "12 tokens", "model: 3 rounds", "9/9", "4.00", "length"):
         assert part in closing
-    assert "no drafter" in run(*line[:-4]).out
+    assert "no drafter" in run(*line[:-4], "--draft", "none").out
 
 
 def test_a_terminal_shows_progress_and_the_same_text(
@@ -488,7 +594,7 @@ def test_the_head_drafts(run: Run, tmp_path: Path) -> None:
 
 def test_a_head_that_is_announced_and_missing(run: Run, stripped: Path, caplog: Any) -> None:
     line = ("generate", "--model", stripped, *QUESTION, "-m", 4)
-    assert run(*line, "--json").json["draft_kind"] == "none"
+    assert run(*line, "--json").json["draft_kind"] == "auto"
     (note,) = [record.message for record in caplog.records]
     assert "announces 1, but the tensors are missing" in note
     refused = run(*line, "--draft", "mtp")

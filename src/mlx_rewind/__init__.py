@@ -1,5 +1,6 @@
 """Exact speculative decoding with cache rollback for every model that mlx-lm runs."""
 
+from .audit import audit
 from .batch import WindowProcessor
 from .cache.attach import attach, detach
 from .cache.describe import CacheRecord, inspect
@@ -7,6 +8,7 @@ from .cache.retrace import record_rollback
 from .cache.round import Round
 from .cache.store import PromptCacheStore
 from .cache.trim import speculative_prompt_cache, start_speculation, stop_speculation
+from .draft.auto import Auto
 from .draft.model import DraftModel
 from .draft.mtp import MTP
 from .draft.ngram import NGram, Prediction
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MTP",
+    "Auto",
     "BatchResult",
     "CacheRecord",
     "DraftMismatchError",
@@ -43,6 +46,7 @@ __all__ = [
     "UnsupportedModelError",
     "WindowProcessor",
     "attach",
+    "audit",
     "batch_generate",
     "detach",
     "generate",

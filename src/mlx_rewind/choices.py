@@ -11,7 +11,6 @@ further than asked, just as in plain decoding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -308,12 +307,3 @@ class Stepwise(Choices):
         token, logprobs = self._row.choose(logits, history, self._position + i)
         self._tokens.append(token)
         self._logprobs.append(logprobs)
-
-
-def legal(row: Row, guesses: Sequence[int]) -> int:
-    """How many leading draft tokens the row's processors allow to be verified."""
-    count = len(guesses)
-    for processor in row.processors:
-        if isinstance(processor, WindowProcessor):
-            count = min(count, processor.legal(row.tokens, list(guesses[:count])))
-    return count

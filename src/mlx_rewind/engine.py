@@ -27,7 +27,6 @@ from .cache.members import kinds_of
 from .cache.ragged import why_row_by_row
 from .cache.reuse import Reuse
 from .cache.store import PromptCacheStore
-from .draft.protocol import start
 from .memory import bytes_for
 from .request import Handle, Output, Request
 from .sampling import draws_of, top_logprobs
@@ -230,8 +229,7 @@ class Engine:
         if params is not None:
             params.check_vocab(decoder.target.vocab_size)
         if request.drafter is not None:
-            decoder.plan.check_windows()
-            row.proposer = start(request.drafter, decoder.target, draws)
+            decoder.start(request.drafter)
             if draws is not None and draws.acceptance != "match":
                 handle.exactness = LAW
         prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None, reuse)

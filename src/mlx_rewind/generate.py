@@ -18,8 +18,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
 from .cache.reuse import Reuse
 from .cache.store import PromptCacheStore
-from .draft.model import DraftModel, check_tokenizers
-from .draft.protocol import Drafter, Proposer, kind_of, start
+from .draft.auto import check_drafter
+from .draft.model import DraftModel
+from .draft.protocol import Drafter, Proposer, kind_of
 from .response import GenerationResponse
 from .sampling import Acceptance, SamplingParams, draws_of, top_logprobs
 from .speculate import Decoder
@@ -41,6 +42,7 @@ class _Options:
     logits_processors: Sequence[LogitsProcessor] | None = None
     sampling: SamplingParams | None = None
     acceptance: Acceptance = "match"
+    recheck: float = 0.0
     max_kv_size: int | None = None
     prompt_cache: list[Any] | None = None
     prefill_step_size: int = 2048
@@ -93,6 +95,7 @@ class _Generation:
             sampler=options.sampler or greedy_sampler,
             processors=tuple(options.logits_processors or ()),
             draws=draws,
+            recheck=options.recheck,
         )
         batch = Batch(model, cache, [self.row])
         self._decoder = Decoder(batch, options.quantize)
@@ -102,8 +105,7 @@ class _Generation:
         if options.sampling is not None:
             options.sampling.check_vocab(self._decoder.target.vocab_size)
         if drafter is not None:
-            self._decoder.plan.check_windows()
-            self.row.proposer = start(drafter, self._decoder.target, draws)
+            self._decoder.start(drafter)
             if draws is not None and draws.acceptance != "match":
                 self.exactness = LAW
 
@@ -168,6 +170,7 @@ def generate_step(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     sampling: SamplingParams | None = None,
     acceptance: Acceptance = "match",
+    recheck: float = 0.0,
     max_kv_size: int | None = None,
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
@@ -187,11 +190,10 @@ def generate_step(
     sampler             mlx-lm sampler, called once per emitted position; default argmax
     logits_processors   mlx-lm processors; they see prompt, emitted tokens and the draft before
     sampling            in place of a sampler: draws that depend on nothing but seed and position
-    acceptance          with `sampling`: match keeps drafts that equal the target's draws, rejection
-                        and block accept more by ratios of laws, with the same law and other draws
-    prompt_cache        the target's caches, updated in place, possibly with history. At every yield
-                        and after close they hold history + prompt + emitted[:-1]; if prefill fails,
-                        what they held before
+    acceptance          with `sampling`: match; rejection or block: the same law, other draws
+    recheck             positions with a smaller gap in last places become single steps, see `ties`
+    prompt_cache        the target's caches, with history or none, updated in place: at every yield
+                        and after close history + prompt + emitted[:-1]; as before if prefill fails
     kv_bits             quantise KV caches from `quantized_kv_start` tokens on, as mlx-lm does
     store               starts from the longest beginning of the prompt that it has, and keeps there
                         what comes of this one; not together with `prompt_cache`
@@ -238,8 +240,7 @@ def stream_generate(
         if drafter is not None:
             raise ValueError("give either drafter or draft_model, not both")
         drafter = DraftModel(draft_model)
-    if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
-        check_tokenizers(tokenizer, drafter.tokenizer)
+    check_drafter(tokenizer, drafter)
     unknown = kwargs.keys() - {known.name for known in fields(_Options)}
     if unknown:
         raise TypeError(f"stream_generate() got unexpected options {sorted(unknown)}")
@@ -364,6 +365,8 @@ class _Clock:
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
             cached_tokens=self._generation.cached_tokens,
+            draft_reason=stats.reason,
+            draft_rechecks=stats.rechecks,
             seed=None if draws is None else draws.seed,
             top_logprobs=top_logprobs(logprobs, (params and params.logprobs) or 0),
         )

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 
 from .batch import LogitsProcessor, Sampler
-from .draft.model import DraftModel, check_tokenizers
+from .draft.auto import check_drafter
 from .draft.protocol import Drafter, Proposer
 from .engine import Engine
 from .generate import encode
@@ -122,8 +122,7 @@ def _requests(
     each = {name: _each(value, count, name) for name, value in columns.items()}
     each["sampler"] = [given or greedy_sampler for given in each["sampler"]]
     for drafter in each["drafter"]:
-        if isinstance(drafter, DraftModel) and drafter.tokenizer is not None:
-            check_tokenizers(tokenizer, drafter.tokenizer)
+        check_drafter(tokenizer, drafter)
     ids: list[Any] = [encode(tokenizer, prompt) for prompt in prompts]
     return [
         Request(

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from .cache.describe import CacheRecord, describe, inspect
 from .cache.probe import walk
+from .draft.auto import parts
 from .draft.model import DraftModel
 from .draft.mtp import MTP
 
@@ -19,10 +20,10 @@ def bytes_for(model: nn.Module, drafter: Any, length: int, slack: int) -> int:
     slack    slots that a ring of a batch has beyond its window
     """
     total = _of_model(model, length, slack)
-    if isinstance(drafter, DraftModel):
-        total += _of_model(drafter.model, length, slack)
-    if isinstance(drafter, MTP):
-        for head in drafter.heads:
+    for part in parts(drafter):
+        if isinstance(part, DraftModel):
+            total += _of_model(part.model, length, slack)
+        for head in part.heads if isinstance(part, MTP) else ():
             cache = head.trial_cache()
             total += sum(_of(*pair, length, slack) for pair in _pairs(cache, describe(cache)))
     return total

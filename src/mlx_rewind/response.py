@@ -18,7 +18,9 @@ class GenerationResponse(PlainResponse):
     draft_n_per_position, draft_n_accepted_per_position
                                 the same by position in the window
     exactness                   bitwise, token, near-tie or law (docs/exactness.md)
+    draft_rechecks              rounds that were cut before a near-tie, see `recheck`
     seed                        the seed of the draws, None without `sampling`
+    draft_reason                why `Auto` does what it does, empty for another drafter
     cached_tokens               prompt tokens that a store had, and that were not read again
     top_logprobs                the best (id, logprob) of this position, if `sampling` asks for them
     """
@@ -31,7 +33,9 @@ class GenerationResponse(PlainResponse):
     draft_n_per_position: list[int] = field(default_factory=list)
     draft_n_accepted_per_position: list[int] = field(default_factory=list)
     exactness: str = "bitwise"
+    draft_rechecks: int = 0
     seed: int | None = None
+    draft_reason: str = ""
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
     cached_tokens: int = 0
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,15 +25,18 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache
 
+from . import ties
 from .batch import Batch, Row
 from .cache.checkpoint import Checkpoint
 from .cache.members import extract
 from .cache.reuse import Reuse
 from .cache.round import Round, check
-from .choices import Choices, Verify, legal
-from .draft.protocol import Group, Session, propose
+from .choices import Choices, Verify
+from .draft.auto import Auto, AutoSession, note_round
+from .draft.protocol import Drafter, Proposer, Session, start
+from .drafting import draft_for
 from .target import Target, check_quantizable
-from .types import Draft, Guess, StepOutput
+from .types import Draft, StepOutput
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Flight:
     choices     one per row, None for a row that failed
     hidden      [B, K + 1, H] the states of the window, if a proposer reads them
     accepted    draft tokens of each row that the target agreed with
+    gaps        [B, K + 1] between the two best logits, if a row wants to know (`Row.recheck`)
     """
 
     draft: Draft
@@ -49,6 +54,7 @@ class Flight:
     choices: list[Choices | None]
     hidden: mx.array | None
     accepted: list[int]
+    gaps: mx.array | None = None
 
 
 class Decoder:
@@ -71,8 +77,21 @@ class Decoder:
         self._quantize_at = quantize
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it
         self.emitted = [0] * len(batch.rows)
-        self._rounds = 0
+        self._rounds, self._seconds = 0, 0.0
         self._has_rows = self._is_fed = False
+
+    def start(self, drafter: Drafter | Proposer) -> None:
+        """Lets the one row draft. `Auto` decodes plainly where windows are refused.
+
+        Raises `UnsupportedModelError` for a model of which mlx-lm computes windows wrongly,
+        `DraftMismatchError` for a drafter that does not fit.
+        """
+        (row,) = self.batch.rows
+        if isinstance(drafter, Auto) and self.plan.fault is not None:
+            row.stats.reason = f"plain: {self.plan.fault}"
+            return
+        self.plan.check_windows()
+        row.proposer = start(drafter, self.target, row.draws)
 
     @property
     def may_join(self) -> bool:
@@ -136,14 +155,18 @@ class Decoder:
 
         A row that failed has no block; see `Batch.isolates`.
         """
+        began = time.perf_counter()
         if not self._flights:
-            self._launch(self.batch.pending, self._draft())
+            limits = [max(0, self._limit(row)) for row in self.batch.rows]
+            self._launch(self.batch.pending, draft_for(self.batch, limits, self.target.vocab_size))
         self._thread = threading.current_thread()
         flight = self._flights[0]
         if self._knows_next_windows(flight):
             firsts = [choices.first for choices in flight.choices if choices]
             self._launch(mx.stack(firsts), Draft.empty(len(firsts)))
-        return self._accept(flight)
+        blocks = self._accept(flight)
+        self._seconds = time.perf_counter() - began
+        return blocks
 
     def show(self, emitted: int) -> None:
         """Makes the caches what they are after `emitted` tokens of the block, for onlookers."""
@@ -166,14 +189,27 @@ class Decoder:
                 flight.round.commit(kept)
             self._flights, self.emitted = ahead, [0] * len(kept)
             self._quantize()
+            self._learn(flight, kept)
             for b, row in enumerate(self.batch.rows):
                 hidden = None if flight.hidden is None else flight.hidden[b]
-                row.stats.count(flight.draft.lengths[b], flight.accepted[b], kept[b])
+                drafted, accepted = flight.draft.lengths[b], flight.accepted[b]
+                row.stats.count(drafted, accepted, kept[b], row.is_cut)
                 with self.batch.guard(row):
                     row.absorb(hidden, row.tokens[len(row.tokens) - kept[b] :])
         self._rounds += 1
         if self._rounds % 256 == 0:
             mx.clear_cache()
+
+    def _learn(self, flight: Flight, kept: Sequence[int]) -> None:
+        """Tells rows that choose their drafts what a round took and gave."""
+        rows = self.batch.rows
+        choosing = {
+            b: row.proposer for b, row in enumerate(rows) if isinstance(row.proposer, AutoSession)
+        }
+        note_round([*choosing.values()], len(rows), flight.draft.num_tokens, self._seconds)
+        for b, session in choosing.items():
+            session.learn(flight.draft.lengths[b], min(flight.accepted[b], kept[b]))
+            rows[b].stats.reason = session.reason
 
     # -- rows come and go, between two rounds ---------------------------------------------------
 
@@ -236,47 +272,10 @@ class Decoder:
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _draft(self) -> Draft:
-        rows = self.batch.rows
-        guesses = [Guess.none()] * len(rows)
-        limits = [max(0, self._limit(row)) for row in rows]
-        groups: dict[int, Group] = {}
-        for b, row in enumerate(rows):
-            group = row.proposer.group if isinstance(row.proposer, Session) else None
-            if group is not None:
-                groups[id(group)] = group
-            elif row.proposer is not None and limits[b]:
-                with self.batch.guard(row):
-                    guesses[b] = propose(
-                        row.proposer, row.tokens, limits[b], self.target.vocab_size
-                    )
-        for group in groups.values():
-            self._draft_together(group, limits, guesses)
-        for b, row in enumerate(rows):
-            if row.processors and row.has_windows and guesses[b].tokens.size:
-                with self.batch.guard(row):
-                    read: Any = guesses[b].tokens.tolist()
-                    guesses[b] = guesses[b].cut(legal(row, read))
-        return Draft.of(guesses)
-
-    def _draft_together(self, group: Group, limits: list[int], guesses: list[Guess]) -> None:
-        """Lets the rows of a group draft in one forward. A drafter that fails fails them all."""
-        rows = self.batch.rows
-        index = {id(row.proposer): b for b, row in enumerate(rows)}
-        at = [index[id(member)] for member in group.members]
-        if not any(limits[b] for b in at):
-            return
-        drafts = None
-        with self.batch.guard(rows[at[0]]):
-            drafts = group.propose([rows[b].tokens for b in at], [limits[b] for b in at])
-        for i, b in enumerate(at):
-            if drafts is None:
-                rows[b].error = rows[at[0]].error
-            else:
-                guesses[b] = drafts[i]
-
     def _limit(self, row: Row) -> int:
         """Most draft tokens of a row in the next round."""
+        if row.is_cut:
+            return 0
         limit = min(row.num_draft_tokens, row.remaining - 1, self._until_quantized())
         if self.plan.draft_end is not None:
             limit = min(limit, self.plan.draft_end - 1 - self.plan.offset)
@@ -297,9 +296,11 @@ class Decoder:
             verify.seal()
             ahead = len(self._flights)
             choices = Verify(batch, output.logits, window, draft, ahead).choices()
+            rechecks = draft.num_tokens and any(row.recheck for row in batch.rows)
+            gaps = ties.gaps(output.logits) if rechecks else None
             mx.async_eval(window, *(x for choice in choices if choice for x in choice.lazy))
             none_yet = [0] * len(batch.rows)
-            self._flights.append(Flight(draft, verify, choices, output.hidden, none_yet))
+            self._flights.append(Flight(draft, verify, choices, output.hidden, none_yet, gaps))
             undo.pop_all()
 
     def _accept(self, flight: Flight) -> list[StepOutput | None]:
@@ -312,9 +313,19 @@ class Decoder:
                 with self.batch.guard(row):
                     verdict = choices.verdict(guesses)
                     logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))
-                    outputs[b] = StepOutput(verdict.tokens, logprobs)
+                    output = self._cut(flight, b, StepOutput(verdict.tokens, logprobs))
+                    outputs[b], row.is_cut = output, output.is_cut
                     flight.accepted[b] = verdict.accepted
         return outputs
+
+    def _cut(self, flight: Flight, b: int, output: StepOutput) -> StepOutput:
+        """Leaves a row's first near-tie to the next round, a single step."""
+        if flight.gaps is None:
+            return output
+        gaps: Any = flight.gaps[b].tolist()
+        bound = self.batch.rows[b].recheck
+        near = (i for i in range(len(output.tokens)) if gaps[i] < bound)
+        return next((output.before(i) for i in near), output)
 
     def _knows_next_windows(self, flight: Flight) -> bool:
         """Whether the next round needs nothing from the host: no drafter, and one more to come."""
@@ -325,7 +336,9 @@ class Decoder:
             return False  # rows come and go, and no sampler or processor is asked twice
         if any(row.processors and row.has_windows for row in rows):
             return False  # they want the tokens on the host
-        return not any(row.proposer or row.error or row.remaining <= 1 for row in rows)
+        if any(row.error or row.remaining <= 1 for row in rows):
+            return False
+        return all(row.proposer is None or _rests(row.proposer) for row in rows)
 
     # -- quantised caches -----------------------------------------------------------------------
 
@@ -347,3 +360,8 @@ class Decoder:
         start = self._quantize_at[0]
         plain = [c.offset for c in self.batch.cache if type(c) is KVCache]
         return min((start - 1 - offset for offset in plain), default=sys.maxsize)
+
+
+def _rests(proposer: Proposer) -> bool:
+    """Whether the round after the current one is known to have no draft."""
+    return isinstance(proposer, AutoSession) and proposer.rests_after(1)

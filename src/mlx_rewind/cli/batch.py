@@ -91,7 +91,7 @@ def generate_all(
         engine.submit(_request(entry, encode(tokenizer, prompt), drafter, grammar, args))
         for entry, prompt in zip(entries, prompts, strict=True)
     ]
-    printed = 0
+    printed, over = 0, set()
     logprobs: dict[int, list[dict[str, Any]]] = {handle.id: [] for handle in handles}
     with progress_bar("prompts") as progress:
         for output in engine:
@@ -101,9 +101,10 @@ def generate_all(
                 logprobs[output.handle.id].append(told)
             if output.finish_reason is None:
                 continue
+            over.add(output.handle.id)
             if progress is not None:
-                progress(sum(handle.done for handle in handles), len(handles))
-            while printed < len(handles) and handles[printed].done:
+                progress(len(over), len(handles))
+            while printed < len(handles) and handles[printed].id in over:
                 result = _result(printed, entries[printed], handles[printed], drafter)
                 told_of = logprobs.pop(handles[printed].id)
                 print(json.dumps(result | ({"logprobs": told_of} if told_of else {})))
@@ -156,6 +157,7 @@ def _result(
         "draft_n": stats.drafted,
         "draft_n_accepted": stats.accepted,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_reason": stats.reason,
         "exactness": handle.exactness,
         "seed": handle.seed,
     }

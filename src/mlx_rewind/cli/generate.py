@@ -76,6 +76,7 @@ def _generate(args: argparse.Namespace) -> None:
             stop=args.stop,
             sampling=sampling,
             acceptance=args.acceptance,
+            recheck=args.recheck,
             logits_processors=[grammar.processor()] if grammar else None,
             max_kv_size=args.max_kv_size,
             prompt_cache=None if saved is None else saved.cache,
@@ -96,6 +97,7 @@ def _prompts_file(args: argparse.Namespace) -> list[dict[str, Any]]:
         "--prompt": args.prompt is not None,
         "--max-kv-size": args.max_kv_size is not None,
         "--prompt-cache-file": args.prompt_cache_file is not None,
+        "--recheck": args.recheck > 0,
     }
     for option, given in others.items():
         if given:
@@ -144,6 +146,10 @@ def closing_line(response: GenerationResponse) -> str:
             f"{response.mean_acceptance_length:.2f} tokens per step",
             f"acceptance per position {shares or '-'}",
         ]
+    if response.draft_reason:
+        parts.append(response.draft_reason)
+    if response.draft_rechecks:
+        parts.append(f"{response.draft_rechecks} near-ties rechecked")
     return " | ".join([*parts, response.exactness, str(response.finish_reason)])
 
 
@@ -189,6 +195,13 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     add("--max-kv-size", type=int, help="longest attention window to keep")
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward (2048)")
     add("--kv-bits", type=int, help="quantise KV caches to this many bits")
+    add(
+        "--recheck",
+        type=number("recheck", float, 0),
+        default=0.0,
+        help="compute a position again singly if its two best logits are closer than so many units "
+        "in the last place (0: never)",
+    )
     add("--kv-group-size", type=int, default=64, help="group size of kv-bits (64)")
     add("--quantized-kv-start", type=int, default=5000, help="tokens before kv-bits takes effect")
     add("--verbose", type=true_or_false, default=True, help="print the closing line (true)")

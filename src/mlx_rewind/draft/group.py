@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class CachedGroup(Group):
         self._drafter: Any = drafter
         self._round: Round | None = None
         self._has_rows = False
+        self._longest = sys.maxsize  # the longest window that the caches take
 
     @property
     @abstractmethod
@@ -75,6 +77,7 @@ class CachedGroup(Group):
         return why_row_by_row(self._model) is None
 
     def join(self, other: CachedGroup, slack: int) -> None:
+        self._longest = slack + 1
         for group in (self, other):
             group._abort()
             if not group._has_rows:

@@ -178,7 +178,7 @@ class _Group(CachedGroup):
         stored = self.stored[0]
         if stored is not None and self.cached == [0]:
             known = [self._known(token) for token in tokens[0]]
-            done = stored.begin(known, self.cache, lambda part: self._feed(mx.array([part])))
+            done = stored.begin(known, self.cache, lambda part: self._read([list(part)]))
             self.cached = [done]
 
     def _catch_up(self, tokens: Sequence[list[int]]) -> None:
@@ -187,30 +187,32 @@ class _Group(CachedGroup):
             [self._known(token) for token in row[known:]]
             for row, known in zip(tokens, self.cached, strict=True)
         ]
-        lengths = [len(row) for row in new]
-        if max(lengths) == 0:  # asked again for the same tokens
-            return
-        if min(lengths) == max(lengths):
-            self._last = self._shared(self._feed(mx.array(new, mx.uint32)))
-        else:
-            padded = mx.array([row + [0] * (max(lengths) - len(row)) for row in new], mx.uint32)
-            with Round(self._drafter.model, self.cache) as window:
-                logits = self._forward(padded)
-                window.commit(lengths)
-            fed = mx.array(lengths)
-            last = mx.maximum(fed - 1, 0)[:, None, None]
-            new_last = self._shared(mx.take_along_axis(logits, last, axis=1))
-            self._last = mx.where(fed[:, None] > 0, new_last, self._last)
+        self._read(new)
         self.cached = [len(row) for row in tokens]
 
-    def _feed(self, new: mx.array) -> mx.array:
-        """Feeds [B, S] in chunks; returns the logits of the last one."""
-        step = self._drafter.prefill_step_size
-        while new.shape[1] > step:
-            self._forward(new[:, :step])
-            mx.eval([entry.state for entry in self.cache])
-            new = new[:, step:]
-        return self._forward(new)
+    def _read(self, new: list[list[int]]) -> None:
+        """Feeds tokens of each row in chunks."""
+        step = min(self._drafter.prefill_step_size, self._longest)
+        longest = max(len(row) for row in new)
+        for start in range(0, longest, step):  # none if it is asked again for the same tokens
+            if start:
+                mx.eval([entry.state for entry in self.cache])
+            self._feed([row[start : start + step] for row in new])
+
+    def _feed(self, new: list[list[int]]) -> None:
+        """Feeds tokens of each row, the shorter ones padded, and notes the last logits."""
+        lengths = [len(row) for row in new]
+        if min(lengths) == max(lengths):
+            self._last = self._shared(self._forward(mx.array(new, mx.uint32)))
+            return
+        padded = mx.array([row + [0] * (max(lengths) - len(row)) for row in new], mx.uint32)
+        with Round(self._drafter.model, self.cache) as window:
+            logits = self._forward(padded)
+            window.commit(lengths)
+        fed = mx.array(lengths)
+        last = mx.maximum(fed - 1, 0)[:, None, None]
+        new_last = self._shared(mx.take_along_axis(logits, last, axis=1))
+        self._last = mx.where(fed[:, None] > 0, new_last, self._last)
 
     def _forward(self, window: mx.array) -> mx.array:
         return self._drafter.forward(window, self.cache).logits

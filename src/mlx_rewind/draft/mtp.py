@@ -224,7 +224,8 @@ class _Group(CachedGroup):
         self._abort()
         self.reading(member).add(mx.array(list(tokens), mx.int32), hidden[None])
         self.reading(member).pending = hidden[None, -1:]
-        if len(self.members) == 1 or self.reading(member).readable(0) >= _MOST_WAITING:
+        reads_alone = len(self.members) == 1 and not member.is_idle
+        if reads_alone or self.reading(member).readable(0) >= _MOST_WAITING:
             self._read_committed()
             mx.async_eval([entry.state for cache in self.caches for entry in cache])
 
@@ -293,9 +294,9 @@ class _Group(CachedGroup):
     def _read_committed(self) -> None:
         """Reads all pairs that are known, in one forward per head."""
         for k in range(len(self.caches)):
-            outputs = self._read(k)
-            for row, output in zip(self._rows, outputs, strict=True):
-                row.last = (output or row.last) if k == 0 else row.last
+            while any(row.readable(k) for row in self._rows):
+                for row, output in zip(self._rows, self._read(k), strict=True):
+                    row.last = (output or row.last) if k == 0 else row.last
         for row in self._rows:
             row.trim()
 
@@ -304,7 +305,7 @@ class _Group(CachedGroup):
 
         Returns the state and the normed output of each row's last pair, both [1, 1, H].
         """
-        counts = [row.readable(k) for row in self._rows]
+        counts = [min(row.readable(k), self._longest) for row in self._rows]
         if not any(counts):
             return [None] * len(counts)
         pairs = [row.take(k, n) if n else None for row, n in zip(self._rows, counts, strict=True)]

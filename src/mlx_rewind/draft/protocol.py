@@ -59,10 +59,16 @@ class Session(ABC):
 
     group    the sessions that it drafts together with, itself included; None for one that cannot
     draws    how the row draws its tokens by seed and position; None for any other way
+    is_idle  whether the row is not about to draft, so that reading along may wait
     """
 
     group: Group | None = None
     draws: Draws | None = None
+    is_idle: bool = False
+
+    def draw_with(self, draws: Draws | None) -> None:
+        """Sets `draws`, before the first proposal."""
+        self.draws = draws
 
     @property
     def may_join(self) -> bool:
@@ -122,7 +128,7 @@ def start(drafter: Drafter | Proposer, target: Target, draws: Draws | None = Non
     if isinstance(drafter, Drafter):
         proposer = drafter.start(target)
         if isinstance(proposer, Session):
-            proposer.draws = draws
+            proposer.draw_with(draws)
         return proposer
     if not isinstance(drafter, Proposer):
         raise DraftMismatchError(
