@@ -1,7 +1,7 @@
 """What a boundary costs and what it saves, as ratios to the prefill of the same run.
 
-    python bench/store.py                         a random hybrid of Qwen3.5's kind, 12 layers
-    python bench/store.py --tokens 2000 --hidden 1024 --json
+    python bench/store.py                         a random hybrid of Qwen3.5's kind, 5M
+    python bench/store.py --size 50M --tokens 2000 --json
 
 A conversation of `--tokens` tokens is read cold, a boundary of it is kept, and fetched again. A
 second turn adds `--new` tokens, with the store and without. Medians; weights are random.
@@ -10,6 +10,8 @@ second turn adds `--new` tokens, with the store and without. Medians; weights ar
 import argparse
 import json
 import tempfile
+import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -17,13 +19,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from overhead import hybrid, timed
 
 from mlx_rewind import PromptCacheStore, generate_step
+from mlx_rewind.bench.models import SIZES, VOCAB, hybrid
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def prompt_of(length: int) -> list[int]:
-    return [(5 * i * i + 11 * i + 3) % 4096 for i in range(length)]
+    return [(5 * i * i + 11 * i + 3) % VOCAB for i in range(length)]
 
 
 def costs(model: nn.Module, tokens: list[int], repeats: int) -> dict[str, float]:
@@ -77,15 +85,14 @@ def second_turn(model: nn.Module, tokens: list[int], new: int, repeats: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--size", choices=SIZES, default="5M")
+    parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--new", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    model = hybrid(args.hidden, args.layers)
+    model = hybrid(SIZES[args.size])
     tokens = prompt_of(args.tokens)
     cost = costs(model, tokens, args.repeats)
     warm, cold = second_turn(model, tokens, args.new, args.repeats)

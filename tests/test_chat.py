@@ -55,7 +55,7 @@ def test_every_turn_says_what_plain_decoding_says(talk: Talk, sampling: tuple[An
         assert turn["text"] == "".join(response.text for response in plain)
         assert turn["prompt_tokens"] == len(prompt)
         assert turn["cached_tokens"] == max(0, len(tokens) - 1)
-        assert turn["draft_kind"] == "mtp"
+        assert turn["draft_kind"] == "auto"
         tokens = [*prompt, *(response.token for response in plain)]
         messages.append({"role": "assistant", "content": turn["text"]})
 
@@ -97,7 +97,9 @@ def test_a_store_outlives_the_conversation(talk: Talk, tmp_path: Path) -> None:
 def test_accepted_drafts_have_another_shade(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     question = "Count from 1 to 20."
-    assert any("\x1b[32m" in line for line in talk(question, options=("--show-accepted",)))
+    assert any(
+        "\x1b[32m" in line for line in talk(question, options=("--show-accepted", "--draft", "mtp"))
+    )
     assert not any("\x1b[32m" in line for line in talk(question))
 
 

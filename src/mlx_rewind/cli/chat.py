@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..cache.store import PromptCacheStore
-from ..draft.ngram import NGram
 from ..draft.protocol import Drafter
 from ..generate import stream_generate
-from ..load import load, load_mtp
+from ..load import load
 from ..messages import message_ends, prompt_after
 from ..response import GenerationResponse
 from .drafting import add_draft_options, draft_kind, drafter_for
@@ -77,8 +76,6 @@ def _chat(args: argparse.Namespace) -> None:
     if not tokenizer.has_chat_template:
         raise ValueError("chat needs a model with a chat template; use mlx-rewind generate")
     drafter = drafter_for(kind, args, model, tokenizer)
-    if kind == "none" and args.draft is None:
-        drafter = _own_head(args, model) or NGram()
     store = PromptCacheStore(model, tokenizer, max_bytes=args.store_bytes)
     chat = Chat(model, tokenizer, store, drafter, args, sampling)
     if args.store is not None and Path(args.store).exists():
@@ -86,14 +83,6 @@ def _chat(args: argparse.Namespace) -> None:
     chat.run()
     if args.store is not None:
         store.save(args.store)
-
-
-def _own_head(args: argparse.Namespace, model: nn.Module) -> Drafter | None:
-    """The MTP head in the model's checkpoint, if there is one that can be used."""
-    try:
-        return load_mtp(args.model, model, norms=args.mtp_norms)
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 def _told(store: PromptCacheStore, folder: str) -> str:
