@@ -215,6 +215,10 @@ def test_a_ring_after_single_steps_comes_back_in_time_order() -> None:
     zoo.assert_state_equal(cache, live)
     rings = [entry for entry in cache if type(entry) is RotatingKVCache]
     assert all(ring._idx == ring.max_size == ring.keys.shape[2] for ring in rings)
+    store.insert(tokens[:30], cold(model, tokens[:30]))  # which holds more than any query sees
+    cache, _ = store.fetch(tokens)
+    rings = [entry for entry in cache if type(entry) is RotatingKVCache]
+    assert all(ring.max_size == ring.keys.shape[2] for ring in rings)
 
 
 def test_caches_that_are_not_one_state_are_refused_with_both_numbers() -> None:
@@ -333,8 +337,9 @@ def test_quantised_caches_are_reused_where_a_cold_run_would_have_them(
     model = zoo.build(name) if name == "llama" else zoo.build(name, head_dim=32)
     store = PromptCacheStore(model, interval=8)
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
-    answer: list[int] = []
-    reused = []
+    for prompt in (zoo.PROMPTS[2], PROMPT):  # not quantised at all
+        run(model, store, prompt, 4)
+    already, reused = store.stats.tokens_reused, []
     prompts = [PROMPT, [*zoo.PROMPTS[2], 3, 4], PROMPT, PROMPT[:25]]
     for prompt in prompts:
         plain = stock_generate_step(
@@ -346,8 +351,8 @@ def test_quantised_caches_are_reused_where_a_cold_run_would_have_them(
         for (token, logprobs), (t, ours_logprobs, _) in zip(plain, ours, strict=True):
             assert t == token
             assert mx.array_equal(logprobs, ours_logprobs)
-        reused.append(store.stats.tokens_reused)
-    assert reused[0] == 0 < reused[1] < reused[2]
+        reused.append(store.stats.tokens_reused - already)
+    assert 0 < reused[0] < reused[1] < reused[2]
     answer = [t for t, _, _ in generate_step(PROMPT, model, max_tokens=12, store=store)]
     assert answer == zoo.reference(model, PROMPT, 12).tokens
 
@@ -452,4 +457,8 @@ def test_a_head_goes_on_where_it_was() -> None:
             count += [response.draft_n, response.draft_n_accepted, tuple(tokens)]
         counts.append(count)
         assert response.cached_tokens == (0 if store is None else len(tokens) - 17)
+    assert store is not None
+    of_head = [node for key, space in store._spaces.items() if ":" in key.model
+               for node in space.tree if node.boundary]  # fmt: skip
+    assert len(of_head) == len(store.entries)
     assert counts[0] == counts[1]
