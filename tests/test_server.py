@@ -530,7 +530,7 @@ def test_tools_and_reasoning_over_http(
     loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that is made to say a reply with both, since the shipped one does not."""
-    model, tokenizer = loaded
+    _, tokenizer = loaded
     ids = tokenizer.encode(REPLY, add_special_tokens=False)
     worker = new_worker(loaded)
     monkeypatch.setattr(Worker, "markers", property(lambda self: MARKERS))
