@@ -4,8 +4,9 @@
     python bench/commit.py --rows 1 2 --contexts 64 4096 --json
 
 Hidden 2048, gated delta heads Hk 16, Hv 32, Dk = Dv = 128, float32, random weights: only time is
-measured. Steps, verifies and commits are taken in turn; medians. On Linux the script starts itself
-again with OpenBLAS on one thread and a malloc that keeps large arrays.
+measured, as CPU time, which other processes change least. Steps, verifies and commits are taken in
+turn, with states handed back (`cache.recurrence`) and computed again; medians. On Linux the script
+starts itself again with OpenBLAS on one thread and a malloc that keeps large arrays.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -22,9 +24,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from batch import filled
 from mlx_lm.models import qwen3_5
-from overhead import timed
 
 from mlx_rewind import Round
+from mlx_rewind.cache import recurrence
 from mlx_rewind.cache.members import join
 from mlx_rewind.cache.slots import is_recurrent
 
@@ -61,46 +63,52 @@ def block(layers: int) -> nn.Module:
     return model
 
 
-def forward(model: nn.Module, cache: list[Any], rows: int, tokens: int) -> None:
+def forward(model: nn.Module, cache: list[Any], rows: int, tokens: int) -> float:
+    """Seconds of a forward, until all that it leaves is there."""
     window = mx.broadcast_to(mx.arange(1, tokens + 1), (rows, tokens))
+    start = time.process_time()
     mx.eval(model(window, cache=cache), [entry.state for entry in cache])
+    return time.process_time() - start
 
 
 def commit(round_: Round, kept: Sequence[int], cache: list[Any]) -> tuple[float, float]:
     """Seconds of the Python of a commit, and until its state is there."""
-    start = time.perf_counter()
+    start = time.process_time()
     round_.commit(kept)
-    built = time.perf_counter()
+    built = time.process_time()
     mx.eval([x for entry in cache if is_recurrent(entry) for x in entry.cache])
-    return built - start, time.perf_counter() - start
+    return built - start, time.process_time() - start
 
 
-def measure(model: nn.Module, context: int, rows: int, repeats: int) -> dict[str, Any]:
+def measure(model: nn.Module, context: int, rows: int, repeats: int) -> list[dict[str, Any]]:
     cache = filled(model, context)
     for _ in range(rows - 1):
         join(cache, filled(model, context))
     keeps = [[k] * rows for k in range(1, WINDOW + 1)]
     if rows > 1:
         keeps.append([1 + b % (WINDOW - 1) for b in range(rows)])
-    seconds: dict[str, list[float]] = {}
-
-    def note(name: str, value: float) -> None:
-        seconds.setdefault(name, []).append(value)
-
+    limits = {"handed back": recurrence.MOST_STATES, "computed again": 0}
+    plain: list[float] = []
+    seconds: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in limits}
     for _ in range(repeats + 1):
         for kept in keeps:
             with Round(model, cache):
-                note("plain", timed(lambda: forward(model, cache, rows, 1)))
-            with Round(model, cache) as round_:
-                note("verify", timed(lambda: forward(model, cache, rows, WINDOW)))
-                built, done = commit(round_, kept, cache)
+                plain.append(forward(model, cache, rows, 1))
             name = "+".join(map(str, kept)) if len(set(kept)) > 1 else str(kept[0])
-            note(f"python {name}", built)
-            note(f"commit {name}", done)
-    medians = {name: median(times[len(times) // (repeats + 1) :]) for name, times in seconds.items()}
-    plain = medians.pop("plain")
-    ratios = {name: value / plain for name, value in medians.items()}
-    return {"rows": rows, "context": context, "plain_ms": 1e3 * plain, **ratios}
+            for way, noted in seconds.items():
+                recurrence.MOST_STATES = limits[way]
+                with Round(model, cache) as round_:
+                    noted["verify"].append(forward(model, cache, rows, WINDOW))
+                    built, done = commit(round_, kept, cache)
+                noted[f"commit {name}"].append(done)
+                noted["python"].append(built)
+    recurrence.MOST_STATES = limits["handed back"]
+    step = median(plain)
+    head = {"rows": rows, "context": context, "plain_ms": 1e3 * step}
+    return [
+        {**head, "states": way, **{name: median(times) / step for name, times in noted.items()}}
+        for way, noted in seconds.items()
+    ]
 
 
 def restart() -> None:
@@ -123,12 +131,18 @@ def main() -> None:
         restart()
     mx.set_default_device(mx.cpu)
     model = block(args.layers)
-    records = [measure(model, n, rows, args.repeats) for rows in args.rows for n in args.contexts]
+    records = [
+        record
+        for rows in args.rows
+        for context in args.contexts
+        for record in measure(model, context, rows, args.repeats)
+    ]
     if args.json:
         print(json.dumps(records))
         return
     for record in records:
-        print("  ".join(f"{name} {value:.3g}" for name, value in record.items()))
+        shown = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items())
+        print("  ".join(shown))
 
 
 if __name__ == "__main__":

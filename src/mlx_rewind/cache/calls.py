@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList
 
+from .recurrence import DeltaStates
 from .slots import Slots, leaves_of, set_slots
 from .undo import UNDOS, stock_class
 
@@ -117,6 +118,7 @@ class Call:
     """One recorded call of a layer that writes the slots of `cache`, and the slots before it.
 
     keep_linears    whether the outputs of Linear children are handed back in a replay
+    keep_states     whether the states of a gated delta rule are, where the window is short
     is_prompt       whether plain decoding feeds these tokens as one window too
     """
 
@@ -127,6 +129,7 @@ class Call:
     cache: Any
     before: Slots
     keep_linears: bool = True
+    keep_states: bool = True
     is_prompt: bool = False
 
     def __post_init__(self) -> None:
@@ -135,6 +138,8 @@ class Call:
         self._by_steps = takes_steps and "_rewind_steps" in vars(self.layer)
         self._steps, self._linears = _Steps(), _Linears(self.window)
         given = (*self.args, *self.kwargs.values())
+        self._states = DeltaStates() if self.keep_states and not self._by_steps else None
+        self._forward = self._states.watch(self.stock) if self._states else self.stock
         leaves = (leaf for value in given for leaf in leaves_of(value))
         self._attends = any(stock_class(leaf) in UNDOS for leaf in leaves)
         self._dicts = {id(value): dict(value) for value in given if isinstance(value, dict)}
@@ -155,6 +160,8 @@ class Call:
             self._step(kept, args, kwargs)
         else:
             self._linears.replay(kept)
+            if self._states is not None:
+                self._states.replay(kept)
             self._stock(self._recorder(kept), args, kwargs)
 
     def _recorder(self, tokens: int) -> _Linears | None:
@@ -208,7 +215,7 @@ class Call:
     def _stock(self, linears: _Linears | _Steps | None, args: Any, kwargs: dict[str, Any]) -> Any:
         _local.linears = linears
         try:
-            return self.stock(self.layer, *args, **kwargs)
+            return self._forward(self.layer, *args, **kwargs)
         finally:
             _local.linears = None
 
