@@ -1,12 +1,14 @@
 """What a rejecting commit costs at real layer shapes, as ratios to a plain step of the same run.
 
     python bench/commit.py                      a block of 8 layers, 6 of them recurrent
-    python bench/commit.py --rows 1 2 --contexts 64 4096 --json
+    python bench/commit.py --mamba2             a block of 8 layers of Mamba-2
+    python bench/commit.py --rows 1 --contexts 64 4096 16384 --repeats 3
 
-Hidden 2048, gated delta heads Hk 16, Hv 32, Dk = Dv = 128, float32, random weights: only time is
-measured, as CPU time, which other processes change least. Steps, verifies and commits are taken in
-turn, with states handed back (`cache.recurrence`) and computed again; medians. On Linux the script
-starts itself again with OpenBLAS on one thread and a malloc that keeps large arrays.
+Hidden 2048, float32; gated delta heads Hk 16, Hv 32, Dk = Dv = 128, or 64 Mamba-2 heads of 64 and a
+state of 128. Weights are random: only time is measured, as CPU time, which other processes change
+least. Steps, verifies and commits are taken in turn, with states handed back (`cache.recurrence`)
+and computed again; medians. On Linux the script starts itself again with OpenBLAS on one thread and
+a malloc that keeps large arrays.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from batch import filled
-from mlx_lm.models import qwen3_5
+from mlx_lm.models import mamba2, qwen3_5
 
 from mlx_rewind import Round
 from mlx_rewind.cache import recurrence
@@ -40,24 +42,47 @@ SETTINGS = {
 }
 
 
-def block(layers: int) -> nn.Module:
-    """Layers of the shapes above, and a vocabulary so small that its head costs nothing."""
-    config = {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "vocab_size": 256,
-        "tie_word_embeddings": True,
-    }
-    model = qwen3_5.Model(qwen3_5.ModelArgs(model_type="qwen3_5", text_config=config))
+MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_heads": 64,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 1,
+    "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": True,
+    "time_step_limit": [0.001, 100.0],
+    "time_step_rank": "auto",
+    "vocab_size": 256,
+}
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "vocab_size": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def block(layers: int, is_mamba2: bool) -> nn.Module:
+    """Layers of real shapes, and a vocabulary so small that its head costs nothing."""
+    if is_mamba2:
+        config = {**MAMBA2, "num_hidden_layers": layers}
+        model: nn.Module = mamba2.Model(mamba2.ModelArgs.from_dict(config))
+    else:
+        config = {**HYBRID, "num_hidden_layers": layers}
+        model = qwen3_5.Model(qwen3_5.ModelArgs(model_type="qwen3_5", text_config=config))
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -124,13 +149,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--contexts", type=int, nargs="+", default=[64])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--mamba2", action="store_true", help="layers with ssm_update instead")
     parser.add_argument("--no-preload", action="store_true", help="with the BLAS of the wheel")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.no_preload:
         restart()
     mx.set_default_device(mx.cpu)
-    model = block(args.layers)
+    model = block(args.layers, args.mamba2)
     records = [
         record
         for rows in args.rows

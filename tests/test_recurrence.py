@@ -1,4 +1,4 @@
-"""States of the gated delta rule that are handed back; retrace, which computes them, judges."""
+"""States of a window that are handed back; retrace, which computes them again, judges."""
 
 import copy
 import gc
@@ -15,6 +15,7 @@ from mlx_lm.models import gated_delta, qwen3_5
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.gated_delta import _gated_delta_step_ops, gated_delta_update
 from mlx_lm.models.gated_delta import gated_delta_ops as stock_ops
+from mlx_lm.models.ssm import ssm_update
 
 import mlx_rewind
 import zoo
@@ -24,7 +25,10 @@ from mlx_rewind.cache.members import join, rows_of
 from mlx_rewind.cache.recurrence import DeltaStates
 
 #: The model files that call `gated_delta_update`.
-FAMILIES = ["bailing_moe_v3", "kimi_k3", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_next"]
+DELTA = ["bailing_moe_v3", "kimi_k3", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_next"]
+#: Those that call `ssm_update`: a round takes their windows token by token.
+STEPPED = ["falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "plamo2"]
+FAMILIES = [*DELTA, *STEPPED]
 HALVES = (mx.bfloat16, mx.float16)
 WINDOW = [11, 52, 7, 33, 90]
 
@@ -53,12 +57,11 @@ def taken_back(model: nn.Module, start: list[Any], kept: Any, window: list[list[
     return cache
 
 
-def test_the_families_are_those_of_mlx_lm() -> None:
+@pytest.mark.parametrize(("names", "rule"), [(DELTA, "gated_delta"), (STEPPED, "ssm")])
+def test_the_families_are_those_of_mlx_lm(names: list[str], rule: str) -> None:
     (folder,) = mlx_lm.models.__path__
-    calling = {
-        p.stem for p in Path(folder).glob("*.py") if "= gated_delta_update(" in p.read_text()
-    }
-    assert sorted(calling) == FAMILIES
+    call = f"= {rule}_update("
+    assert sorted(p.stem for p in Path(folder).glob("*.py") if call in p.read_text()) == names
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_states_are_handed_back_to_the_bit(name: str, dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_nothing_of_the_rule_runs_again(name: str) -> None:
+def test_no_recurrence_runs_again(name: str) -> None:
     """A slot of every layer is the very array that the window left behind its kept token."""
     model = zoo.build(name)
     cache = zoo.prefill(model, zoo.PROMPTS[1])
@@ -86,13 +89,17 @@ def test_nothing_of_the_rule_runs_again(name: str) -> None:
         for kept in (3, 1, 4, 2):
             round_.rewind(kept)
             calls = calls_of(round_)
-            assert len(calls) == sum(isinstance(entry, ArraysCache) for entry in cache)
+            assert calls
             for call in calls:
-                ((_, states),) = call._states._calls
-                assert any(slot is states[kept - 1] for slot in call.cache.cache)
+                state = call.cache.cache[-1]
+                if name in STEPPED:
+                    assert state is list(call._after[kept - 1].values())[-1]
+                else:
+                    ((_, states),) = call._states._calls
+                    assert state is states[kept - 1]
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "olmo_hybrid", "qwen3_5"])
+@pytest.mark.parametrize("name", ["kimi_linear", "mamba2", "olmo_hybrid", "qwen3_5"])
 def test_rows_that_keep_different_counts(name: str) -> None:
     model = zoo.build(name)
     rows = [rows_of(entry, 9) for entry in zoo.prefill(model, zoo.PROMPTS[1])]
@@ -110,14 +117,21 @@ def recurrent_slots(cache: list[Any]) -> list[mx.array]:
     return [slot for entry in cache if isinstance(entry, ArraysCache) for slot in entry.cache]
 
 
-def test_long_windows_keep_no_states() -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_long_windows_keep_no_states(name: str) -> None:
     """The limit counts rows times tokens; beyond it the kept part is computed."""
-    model = zoo.build("qwen3_5")
-    cache = zoo.prefill(model, zoo.PROMPTS[1])
-    for limit, are_kept in ((5, True), (4, False)):
+    model = zoo.build(name)
+    one = zoo.prefill(model, zoo.PROMPTS[1])
+    two = [rows_of(entry, 9) for entry in one]
+    join(two, [rows_of(entry, 9) for entry in one])
+    for cache, rows, limit, are_kept in ((one, 1, 5, True), (one, 1, 4, False), (two, 2, 9, False)):
         with most_states(limit), Round(model, cache) as round_:
-            model(mx.array([WINDOW]), cache=cache)
-            assert all((call._states._calls != [None]) is are_kept for call in calls_of(round_))
+            model(mx.array([WINDOW] * rows), cache=cache)
+            assert all(keeps_states(call) is are_kept for call in calls_of(round_))
+
+
+def keeps_states(call: Any) -> bool:
+    return bool(call._after) or (call._states is not None and any(call._states._calls))
 
 
 def at_once(q: mx.array, *args: Any) -> Any:
@@ -156,7 +170,7 @@ def test_without_a_state_per_token_the_kept_part_is_computed(
     monkeypatch.setattr(gated_delta, "gated_delta_ops", ops)
     with Round(model, start) as round_:
         model(mx.array([WINDOW]), cache=start)
-        assert all(call._states._calls == [None] for call in calls_of(round_))
+        assert not any(keeps_states(call) for call in calls_of(round_))
         round_.commit(3)
     zoo.assert_state_equal(start, expected)
 
@@ -173,9 +187,10 @@ def test_modules_stay_as_they_are() -> None:
     assert [dict(names) for names in modules] == before
 
 
-def test_a_log_keeps_no_states() -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_a_log_keeps_no_states(name: str) -> None:
     """Of start_speculation, whose window may be long."""
-    model = zoo.build("qwen3_5")
+    model = zoo.build(name)
     cache = make_prompt_cache(model)
     mlx_rewind.start_speculation(model, cache, window=64)
     model(mx.array([[1, 2, 3]]), cache=cache)
@@ -183,12 +198,13 @@ def test_a_log_keeps_no_states() -> None:
     logs = [vars(entry)["_rewind_log"] for entry in cache if isinstance(entry, ArraysCache)]
     calls = [call for log in logs for undo, _ in log._forwards for call in undo.tape.calls]
     assert len(calls) == 2 * len(logs) > 0
-    assert all(call._states is None for call in calls)
+    assert not any(keeps_states(call) for call in calls)
 
 
-def test_a_closed_round_holds_nothing() -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_a_closed_round_holds_nothing(name: str) -> None:
     """Without the collector's help: what a round keeps is in no cycle."""
-    model = zoo.build("qwen3_5")
+    model = zoo.build(name)
     cache = zoo.prefill(model, zoo.PROMPTS[1])
     mx.eval([entry.state for entry in cache])
     memory = []
@@ -236,3 +252,46 @@ def test_other_functions_are_left_alone() -> None:
     linear = nn.Linear(2, 2)
     assert DeltaStates().watch(zoo.build) is zoo.build
     assert DeltaStates().watch(linear) is linear
+
+
+# -- two stepped layers that share one cache ------------------------------------------------------
+
+
+class Halves(nn.Module):
+    """A sum in one slot of a cache; `ssm_update` is only imported here, so a round takes steps."""
+
+    def __init__(self, slot: int) -> None:
+        super().__init__()
+        self.slot = slot
+
+    def __call__(self, x: mx.array, cache: ArraysCache) -> mx.array:
+        before = 0 if cache[self.slot] is None else cache[self.slot]
+        sums = before + mx.cumsum(x, axis=1)
+        cache[self.slot] = sums[:, -1:]
+        return sums
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCAB, 8)
+        self.first, self.second = Halves(0), Halves(1)
+        self.layers = [self.first]
+
+    def make_cache(self) -> list[Any]:
+        return [ArraysCache(2)]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        return self.second(self.first(self.embed(tokens), cache[0]), cache[0])
+
+
+def test_a_layer_hands_back_only_the_slots_that_it_writes() -> None:
+    assert ssm_update is not None
+    model = Shared()
+    start = make_prompt_cache(model)
+    model(mx.array([[3, 1, 4]]), cache=start)
+    for kept in range(1, 6):
+        expected = copy.deepcopy(start)
+        for token in WINDOW[:kept]:
+            model(mx.array([[token]]), cache=expected)
+        zoo.assert_state_equal(taken_back(model, start, kept, [WINDOW]), expected)

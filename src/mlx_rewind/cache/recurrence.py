@@ -24,10 +24,15 @@ from mlx_lm.models import gated_delta
 _UPDATE, _LOOP, _STEP = "gated_delta_update", "gated_delta_ops", "_gated_delta_step_ops"
 
 #: Most states that are kept of a layer's window, rows times tokens. Longer ones are computed again.
-MOST_STATES = 32
+MOST_STATES = 64
 
 #: y and state of a `gated_delta_update`, and the states after each of its tokens.
 _Noted = tuple[mx.array, list[mx.array]]
+
+
+def may_keep(rows: int, tokens: int) -> bool:
+    """Whether the states of all tokens of a window may be kept."""
+    return rows * tokens <= MOST_STATES
 
 
 class DeltaStates:
@@ -64,8 +69,9 @@ class DeltaStates:
         def updating(q: mx.array, *args: Any, **kwargs: Any) -> Any:
             if self._replay:
                 noted = self._replay.popleft()
-                if noted is not None and q.shape[1] == self._kept:
-                    output, states = noted
+                output, states = noted or (q, [])
+                # The last state was no input of the window: see `Call.replay`.
+                if q.shape[1] == self._kept < len(states):
                     return output[:, : self._kept], states[self._kept - 1]
             self._states = []
             output, state = update(q, *args, **kwargs)
@@ -73,8 +79,8 @@ class DeltaStates:
             if not self._kept:
                 rows, tokens = q.shape[:2]
                 is_whole = len(states) == tokens and states[-1] is state
-                is_short = rows * tokens <= MOST_STATES
-                self._calls.append((output, states) if is_whole and is_short else None)
+                is_kept = is_whole and may_keep(rows, tokens)
+                self._calls.append((output, states) if is_kept else None)
             return output, state
 
         return updating
