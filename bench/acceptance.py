@@ -11,10 +11,10 @@ that differs would mean nothing, so a difference ends the program.
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,20 +24,13 @@ from rich.progress import track
 from rich.table import Table
 
 import mlx_rewind
-from mlx_rewind.draft.protocol import Drafter, Proposer, Session
+from mlx_rewind.bench.record import Recorder, Verify, cut
+from mlx_rewind.bench.report import shares
+from mlx_rewind.draft.protocol import Drafter
 from mlx_rewind.load import held_out_prompts
-from mlx_rewind.target import Target
 from mlx_rewind.types import SpecStats
 
 ALL = "all"
-
-
-class Verify(NamedTuple):
-    """One verify: draft tokens proposed, draft tokens emitted, tokens emitted."""
-
-    drafted: int
-    accepted: int
-    emitted: int
 
 
 class Case(NamedTuple):
@@ -45,39 +38,6 @@ class Case(NamedTuple):
 
     drafter: str
     num_draft_tokens: int
-
-
-@dataclass
-class Recorder(Drafter):
-    """A drafter for one row that notes how many guesses there were at which length of the row."""
-
-    kind: ClassVar[str] = "recorded"
-    drafter: Drafter
-    lengths: dict[int, int] = field(default_factory=dict)
-
-    def start(self, target: Target) -> Proposer:
-        return Recorded(self.drafter.start(target), self.lengths)
-
-
-@dataclass
-class Recorded(Session):
-    """Passes everything on to a proposer and back."""
-
-    proposer: Proposer
-    lengths: dict[int, int]
-
-    def propose(self, tokens: list[int], num_draft_tokens: int) -> Sequence[int] | mx.array:
-        guesses = self.proposer.propose(tokens, num_draft_tokens)
-        self.lengths[len(tokens)] = len(guesses)
-        return guesses
-
-    def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
-        if isinstance(self.proposer, Session):
-            self.proposer.absorb(tokens, hidden)
-
-    def close(self) -> None:
-        if isinstance(self.proposer, Session):
-            self.proposer.close()
 
 
 @dataclass
@@ -117,7 +77,7 @@ class Bench:
     ) -> list[Verify]:
         """Decodes speculatively; returns the rounds. Exits if the tokens are not those of plain."""
         tokens, from_draft = [], []
-        recorder = Recorder(drafter)
+        recorder = Recorder(drafter, clock=lambda: 0.0)
         generation = mlx_rewind.generate_step(
             prompt,
             self.model,
@@ -133,24 +93,8 @@ class Bench:
                     break
         if tokens != plain:
             sys.exit(f"{case} differs from plain decoding: {tokens} instead of {plain}")
-        lengths = {length - len(prompt): drafted for length, drafted in recorder.lengths.items()}
+        lengths = {at - len(prompt): guess.drafted for at, guess in recorder.guesses.items()}
         return list(cut(from_draft, lengths))
-
-
-def cut(from_draft: list[bool], drafted: dict[int, int]) -> Iterator[Verify]:
-    """Cuts emitted tokens into rounds: accepted draft tokens, then one token of the target.
-
-    from_draft    for each emitted token, whether it was a draft token
-    drafted       index of a round's first token -> draft tokens proposed for it; 0 where absent
-    """
-    start = 0
-    while start < len(from_draft):
-        proposed = drafted.get(start, 0)
-        block = from_draft[start : start + proposed + 1]
-        accepted = block.index(False) if False in block else len(block)
-        emitted = min(accepted + 1, len(block))
-        yield Verify(proposed, accepted, emitted)
-        start += emitted
 
 
 def measure(bench: Bench, prompts: list[dict[str, Any]]) -> dict[tuple[str, Case], SpecStats]:
@@ -170,7 +114,6 @@ def measure(bench: Bench, prompts: list[dict[str, Any]]) -> dict[tuple[str, Case
 
 
 def record(kind: str, case: Case, stats: SpecStats) -> dict[str, Any]:
-    shares = zip(stats.accepted_per_position, stats.drafted_per_position, strict=True)
     return {
         "kind": kind,
         "drafter": case.drafter,
@@ -180,7 +123,7 @@ def record(kind: str, case: Case, stats: SpecStats) -> dict[str, Any]:
         "tokens": stats.emitted,
         "steps": stats.steps,
         "tokens_per_step": stats.mean_acceptance_length,
-        "acceptance_per_position": [accepted / drafted for accepted, drafted in shares],
+        "acceptance_per_position": shares(stats),
     }
 
 

@@ -4,15 +4,15 @@
     python bench/batch.py --commits     the time of an uneven commit over 1k to 32k tokens
 
 Plain and speculative decoding, one row after the other and in a batch, and mlx-lm's own
-`BatchGenerator`. The drafter knows the text that the model will give and spoils each of its guesses
-with probability 1 - p. Weights are random: only time is measured, and every text is compared.
+`BatchGenerator`. The drafter knows the text that the model will give and is right with
+probability p. Weights are random: only time is measured, and every text is compared.
 """
 
 import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -20,23 +20,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from overhead import hybrid
 
 from mlx_rewind import Engine, Request, Round, generate_step
+from mlx_rewind.bench.models import VOCAB, Scripted, Size, hybrid
 from mlx_rewind.cache.members import join, rows_of
-
-
-class Oracle:
-    """Guesses the known text of a row, each token right with probability p."""
-
-    def __init__(self, prompt: Sequence[int], text: Sequence[int], p: float) -> None:
-        self._length, self._text, self._p = len(prompt), list(text), p
-
-    def propose(self, tokens: list[int], num_draft_tokens: int) -> list[int]:
-        at = len(tokens) - self._length
-        known = self._text[at : at + num_draft_tokens]
-        lucky = random.Random(at)
-        return [t if lucky.random() < self._p else (t + 1) % 4096 for t in known]
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -69,11 +56,11 @@ def speeds(
 ) -> dict[str, Callable[[], list[list[int]]]]:
     """The ways to decode `rows` prompts of different lengths."""
     draw = random.Random(rows)
-    prompts = [[draw.randrange(1, 4096) for _ in range(16 + 5 * i)] for i in range(rows)]
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(16 + 5 * i)] for i in range(rows)]
     texts = [[t for t, *_ in generate_step(q, model, max_tokens=max_tokens)] for q in prompts]
     plain = [Request(prompt, max_tokens=max_tokens) for prompt in prompts]
     speculative = [
-        Request(prompt, max_tokens, Oracle(prompt, text, p), drafts)
+        Request(prompt, max_tokens, Scripted(prompt, text, p), drafts)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     ways: dict[str, Callable[[], list[list[int]]]] = {
@@ -152,9 +139,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.commits:
-        records = commit_table(hybrid(256, 4), args.repeats)
+        records = commit_table(hybrid(Size(256, 4)), args.repeats)
     else:
-        records = rows_table(hybrid(args.hidden, args.layers), args)
+        records = rows_table(hybrid(Size(args.hidden, args.layers)), args)
     if args.json:
         print(json.dumps(records))
         return

@@ -13,35 +13,26 @@ a malloc that keeps large arrays.
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from batch import filled
-from mlx_lm.models import mamba2, qwen3_5
+from mlx_lm.models import mamba2
 
 from mlx_rewind import Round
+from mlx_rewind.bench.blas import restart
+from mlx_rewind.bench.models import SIZES, hybrid
 from mlx_rewind.cache import recurrence
 from mlx_rewind.cache.members import join
 from mlx_rewind.cache.slots import is_recurrent
 
 WINDOW = 5
-SETTINGS = {
-    "LD_PRELOAD": "libopenblas.so.0",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "268435456",
-}
-
-
 MAMBA2 = {
     "model_type": "mamba2",
     "hidden_size": 2048,
@@ -58,31 +49,13 @@ MAMBA2 = {
     "time_step_limit": [0.001, 100.0],
     "time_step_rank": "auto",
     "vocab_size": 256,
-}
-HYBRID = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
+    "num_hidden_layers": 8,
 }
 
 
-def block(layers: int, is_mamba2: bool) -> nn.Module:
-    """Layers of real shapes, and a vocabulary so small that its head costs nothing."""
-    if is_mamba2:
-        config = {**MAMBA2, "num_hidden_layers": layers}
-        model: nn.Module = mamba2.Model(mamba2.ModelArgs.from_dict(config))
-    else:
-        config = {**HYBRID, "num_hidden_layers": layers}
-        model = qwen3_5.Model(qwen3_5.ModelArgs(model_type="qwen3_5", text_config=config))
+def mamba2_block() -> nn.Module:
+    """Eight layers with random weights."""
+    model = mamba2.Model(mamba2.ModelArgs.from_dict(MAMBA2))
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -136,27 +109,21 @@ def measure(model: nn.Module, context: int, rows: int, repeats: int) -> list[dic
     ]
 
 
-def restart() -> None:
-    """Replaces this process by one that runs with `SETTINGS`, where OpenBLAS can be found."""
-    found = any(Path("/usr/lib").glob(f"*/{SETTINGS['LD_PRELOAD']}"))
-    if found and any(os.environ.get(name) != value for name, value in SETTINGS.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SETTINGS})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--contexts", type=int, nargs="+", default=[64])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--mamba2", action="store_true", help="layers with ssm_update instead")
-    parser.add_argument("--no-preload", action="store_true", help="with the BLAS of the wheel")
+    parser.add_argument(
+        "--no-preload", action="store_true", help="run in this process, as it was started"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if not args.no_preload:
-        restart()
     mx.set_default_device(mx.cpu)
-    model = block(args.layers, args.mamba2)
+    if not args.no_preload:
+        restart([*sys.argv, "--no-preload"])
+    model = mamba2_block() if args.mamba2 else hybrid(SIZES["2B-block"])
     records = [
         record
         for rows in args.rows

@@ -7,27 +7,20 @@ the process starts, so each test runs this file as a program with the library pr
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-LIBRARY = "libopenblas.so.0"
 SHARES = 6
-
-
-def find_library() -> str | None:
-    """Where Debian's libopenblas0-pthread, or another one, puts it."""
-    folders = ("/usr/lib", "/lib", "/usr/lib64", "/usr/local/lib")
-    found = (path for folder in folders for path in sorted(Path(folder).glob(f"*/{LIBRARY}")))
-    return next((str(path) for path in found), None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX has its own BLAS here")
 @pytest.mark.parametrize("share", range(SHARES))
 def test_tokens_are_those_of_plain_decoding(share: int) -> None:
-    library = find_library()
+    from mlx_rewind.bench.blas import find_openblas  # not in the program: see `main`
+
+    library = find_openblas()
     if library is None:
-        pytest.skip(f"{LIBRARY} is missing (Debian: apt-get install libopenblas0-pthread)")
+        pytest.skip("OpenBLAS is missing (Debian: apt-get install libopenblas0-pthread)")
     settings = {"LD_PRELOAD": library, "OPENBLAS_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, __file__, str(share)],

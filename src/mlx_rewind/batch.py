@@ -68,6 +68,8 @@ class Row:
     num_draft_tokens    most draft tokens per round
     sampler             draws the tokens where `draws` does not
     draws               draws by seed and position
+    recheck             a position whose two best logits are closer than this, in units in the last
+                        place, is left to a round without drafts; 0: none is
     error               what the row's own sampler, processor or proposer raised; see `Batch`
     """
 
@@ -78,6 +80,7 @@ class Row:
     sampler: Sampler = greedy_sampler
     processors: Sequence[LogitsProcessor] = ()
     draws: Draws | None = None
+    recheck: float = 0.0
     stats: SpecStats = field(default_factory=SpecStats)
     error: Exception | None = None
 
@@ -86,6 +89,12 @@ class Row:
         #: Whether the processors follow windows, and whether these can be drawn at once.
         self.has_windows = all(isinstance(p, WindowProcessor) for p in self.processors)
         self.is_eager = self.has_windows and self.sampler is greedy_sampler
+        #: Whether the last round was cut, so that the next one has no drafts.
+        self.is_cut = False
+        if self.recheck < 0:
+            raise ValueError(f"recheck must be 0 or more, got {self.recheck}")
+        if self.recheck and not self.is_greedy:
+            raise ValueError("recheck needs greedy decoding without processors and penalties")
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be 0 or more, got {self.num_draft_tokens}")
         if self.draws is not None and self.sampler is not greedy_sampler:
@@ -102,10 +111,25 @@ class Row:
         emitted = len(self.tokens) - self.prompt_length
         return sys.maxsize if self.max_tokens < 0 else self.max_tokens - emitted
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the one with the largest logit of the model."""
+        if self.processors or self.sampler is not greedy_sampler:
+            return False
+        params = None if self.draws is None else self.draws.params
+        return params is None or (
+            params.is_greedy and not params.penalties and not params.min_tokens
+        )
+
     def absorb(self, hidden: mx.array | None, tokens: Sequence[int]) -> None:
         """Hands the states [>= n, H] before n committed tokens to the proposer."""
         if hidden is not None and tokens and isinstance(self.proposer, Session):
             self.proposer.absorb(tokens, hidden[: len(tokens)])
+
+    def keep(self, cached: int) -> None:
+        """Lets the proposer leave in a store what it has of the first `cached` tokens."""
+        if isinstance(self.proposer, Session):
+            self.proposer.keep(self.tokens[:cached])
 
     def close(self) -> None:
         """Ends the proposer's part, whatever the row's end."""

@@ -19,13 +19,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache
 
+from . import ties
 from .batch import Batch, Row
 from .cache.checkpoint import Checkpoint
+from .cache.members import extract
+from .cache.reuse import Reuse
 from .cache.round import Round, check
 from .choices import Choices, Verify
 from .draft.auto import Auto, AutoSession, note_round
@@ -42,6 +46,7 @@ class Flight:
     choices     one per row, None for a row that failed
     hidden      [B, K + 1, H] the states of the window, if a proposer reads them
     accepted    draft tokens of each row that the target agreed with
+    gaps        [B, K + 1] between the two best logits, if a row wants to know (`Row.recheck`)
     """
 
     draft: Draft
@@ -49,6 +54,7 @@ class Flight:
     choices: list[Choices | None]
     hidden: mx.array | None
     accepted: list[int]
+    gaps: mx.array | None = None
 
 
 class Decoder:
@@ -99,8 +105,15 @@ class Decoder:
 
     # -- prefill --------------------------------------------------------------------------------
 
-    def prefill(self, step_size: int, progress: Callable[[int, int], None]) -> Iterator[None]:
+    def prefill(
+        self,
+        step_size: int,
+        progress: Callable[[int, int], None],
+        reuse: Reuse | None = None,
+    ) -> Iterator[None]:
         """Feeds the one row's prompt but for its last token, in chunks, exactly as mlx-lm does.
+
+        reuse    starts from what a store has, and leaves boundaries there
 
         Yields after every chunk. progress(processed, total) is called before and after each. An
         exception, or the end of the iterator before it is through, leaves the caches as they were.
@@ -109,14 +122,23 @@ class Decoder:
         prompt, total, done = mx.array(row.tokens), len(row.tokens), 0
         with ExitStack() as undo:
             undo.callback(Checkpoint(self.batch.cache).restore)
+            if reuse is not None:
+                done = reuse.start(row.tokens, self.batch.cache)
+                self.plan = check(self.batch.model, self.batch.cache)
+                if isinstance(row.proposer, Session):
+                    row.proposer.use_store(reuse.store, row.tokens, done, reuse.boundaries)
             progress(done, total)
             while total - done > 1:
-                chunk = prompt[None, done : min(done + step_size, total - 1)]
+                end = min(done + step_size, total - 1) if reuse is None else reuse.chunk_end(done)
+                chunk = prompt[None, done:end]
                 with mx.stream(generation_stream):
                     hidden = self.target(chunk, self.batch.cache).hidden
-                    self._quantize()
-                    known = row.tokens[done + 1 : done + chunk.size + 1]
+                    known = row.tokens[done + 1 : end + 1]
                     row.absorb(None if hidden is None else hidden[0], known)
+                    if reuse is not None and reuse.reached(end, self.batch.cache):
+                        row.keep(end)
+                    if reuse is None or reuse.is_chunk_end(end):
+                        self._quantize()
                     mx.eval([entry.state for entry in self.batch.cache])
                 done += chunk.size
                 progress(done, total)
@@ -170,7 +192,8 @@ class Decoder:
             self._learn(flight, kept)
             for b, row in enumerate(self.batch.rows):
                 hidden = None if flight.hidden is None else flight.hidden[b]
-                row.stats.count(flight.draft.lengths[b], flight.accepted[b], kept[b])
+                drafted, accepted = flight.draft.lengths[b], flight.accepted[b]
+                row.stats.count(drafted, accepted, kept[b], row.is_cut)
                 with self.batch.guard(row):
                     row.absorb(hidden, row.tokens[len(row.tokens) - kept[b] :])
         self._rounds += 1
@@ -210,6 +233,11 @@ class Decoder:
         self.plan = check(self.batch.model, self.batch.cache)
         self.emitted = [0] * len(self.batch.rows)
 
+    def row_cache(self, row: int) -> list[Any]:
+        """The caches of one row as stock caches."""
+        self._settle()
+        return extract(self.batch.cache, row) if self._has_rows else self.batch.cache
+
     def leave(self, rows: Sequence[int]) -> None:
         """Lets rows go, and frees what only they needed."""
         self._settle()
@@ -246,6 +274,8 @@ class Decoder:
 
     def _limit(self, row: Row) -> int:
         """Most draft tokens of a row in the next round."""
+        if row.is_cut:
+            return 0
         limit = min(row.num_draft_tokens, row.remaining - 1, self._until_quantized())
         if self.plan.draft_end is not None:
             limit = min(limit, self.plan.draft_end - 1 - self.plan.offset)
@@ -266,9 +296,11 @@ class Decoder:
             verify.seal()
             ahead = len(self._flights)
             choices = Verify(batch, output.logits, window, draft, ahead).choices()
+            rechecks = draft.num_tokens and any(row.recheck for row in batch.rows)
+            gaps = ties.gaps(output.logits) if rechecks else None
             mx.async_eval(window, *(x for choice in choices if choice for x in choice.lazy))
             none_yet = [0] * len(batch.rows)
-            self._flights.append(Flight(draft, verify, choices, output.hidden, none_yet))
+            self._flights.append(Flight(draft, verify, choices, output.hidden, none_yet, gaps))
             undo.pop_all()
 
     def _accept(self, flight: Flight) -> list[StepOutput | None]:
@@ -281,9 +313,19 @@ class Decoder:
                 with self.batch.guard(row):
                     verdict = choices.verdict(guesses)
                     logprobs = tuple(choices.logprobs(i) for i in range(len(verdict.tokens)))
-                    outputs[b] = StepOutput(verdict.tokens, logprobs)
+                    output = self._cut(flight, b, StepOutput(verdict.tokens, logprobs))
+                    outputs[b], row.is_cut = output, output.is_cut
                     flight.accepted[b] = verdict.accepted
         return outputs
+
+    def _cut(self, flight: Flight, b: int, output: StepOutput) -> StepOutput:
+        """Leaves a row's first near-tie to the next round, a single step."""
+        if flight.gaps is None:
+            return output
+        gaps: Any = flight.gaps[b].tolist()
+        bound = self.batch.rows[b].recheck
+        near = (i for i in range(len(output.tokens)) if gaps[i] < bound)
+        return next((output.before(i) for i in near), output)
 
     def _knows_next_windows(self, flight: Flight) -> bool:
         """Whether the next round needs nothing from the host: no drafter, and one more to come."""

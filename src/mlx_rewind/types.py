@@ -109,13 +109,19 @@ class StepOutput:
 
     tokens      accepted draft tokens and the target's one
     logprobs    one [V] array per token, the target's, after the processors
+    is_cut      whether the target's one is missing: it is left to the next round
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[mx.array, ...]
+    is_cut: bool = False
 
     def from_draft(self, index: int) -> bool:
-        return index < len(self.tokens) - 1
+        return self.is_cut or index < len(self.tokens) - 1
+
+    def before(self, index: int) -> StepOutput:
+        """Without the tokens from `index` on."""
+        return StepOutput(self.tokens[:index], self.logprobs[:index], is_cut=True)
 
 
 @dataclass
@@ -129,6 +135,7 @@ class SpecStats:
     steps                   all forwards of the target after prefill, plain ones included
     emitted                 tokens handed to the caller
     reason                  why `Auto` does what it does, empty for another drafter
+    rechecks                rounds that were cut before a near-tie; each costs one more step
     """
 
     rounds: int = 0
@@ -136,14 +143,16 @@ class SpecStats:
     accepted: int = 0
     steps: int = 0
     emitted: int = 0
+    rechecks: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
     reason: str = ""
 
-    def count(self, drafted: int, accepted: int, emitted: int) -> None:
+    def count(self, drafted: int, accepted: int, emitted: int, is_cut: bool = False) -> None:
         """Adds a round of `drafted` proposals, `accepted` of them right, that emitted `emitted`."""
-        if not emitted:
+        if not emitted and not is_cut:
             return
+        self.rechecks += is_cut
         self.steps += 1
         self.emitted += emitted
         if not drafted:

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +58,7 @@ class Round:
         self._single_steps = single_steps
         self._undos: dict[str, Undo] = {}
         self._fed: int | None = None
+        self._rows = self._plan.rows
         self._at = self._all(0)
         self._open = False
 
@@ -222,9 +224,9 @@ class Round:
     def _check_kept(self, kept: int | Iterable[int]) -> tuple[int, ...]:
         """One count per row, each within what was fed."""
         counts = tuple(kept) if isinstance(kept, Iterable) else self._all(kept)
-        if len(counts) != self._plan.rows:
+        if len(counts) != self._rows:
             raise ValueError(
-                f"this prompt cache has {self._plan.rows} row(s), got {len(counts)} kept counts"
+                f"this prompt cache has {self._rows} row(s), got {len(counts)} kept counts"
             )
         for count in counts:
             try:
@@ -247,7 +249,7 @@ class Round:
         return tuple(operator.index(count) for count in counts)
 
     def _all(self, kept: int) -> tuple[int, ...]:
-        return (kept,) * self._plan.rows
+        return (kept,) * self._rows
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,7 @@ class Plan:
         attention = (cache for _, cache in self.leaves if not is_recurrent(cache))
         return max((_length(cache) for cache in attention), default=0)
 
-    @property
+    @cached_property
     def draft_end(self) -> int | None:
         """Tokens that a verify may reach up to; None for no limit.
 

@@ -1,4 +1,4 @@
-"""The command line: `mlx-rewind generate`, `convert` and `inspect`."""
+"""The command line: `mlx-rewind generate`, `chat`, `bench`, `audit`, `convert` and `inspect`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from . import convert, generate, inspect
+from . import audit, bench, chat, convert, generate, inspect, serve
 from .options import OneLineParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns 0, or 2 after one line that says what was wrong."""
+    """Runs a command. Returns 0, what the command found (an audit: 1 for a fault), or 2 after one
+    line that says what was wrong."""
     args = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], None] = args.command
+    args.argv = sys.argv[1:] if argv is None else list(argv)
+    command: Callable[[argparse.Namespace], int | None] = args.command
     try:
-        command(args)
+        return command(args) or 0
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stdout = None
         return 0
@@ -25,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,6 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (generate, convert, inspect):
+    for command in (generate, chat, bench, audit, convert, inspect, serve):
         command.add_to(commands)
     return parser

@@ -61,7 +61,7 @@ class Stored:
 
     @property
     def layout(self) -> str:
-        if is_separate_head(self.folder):
+        if _is_head(self.config):
             return "separate"
         embedded = all(_TRUNK_FILE.fullmatch(file) for file in self.files.values())
         return "embedded" if embedded else "side file"
@@ -180,7 +180,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def is_separate_head(folder: Path) -> bool:
     """Whether a folder holds heads by themselves, without the trunk."""
-    return str(read_config(folder).get("model_type", "")).endswith("_mtp")
+    return _is_head(read_config(folder))
+
+
+def _is_head(config: dict[str, Any]) -> bool:
+    return str(config.get("model_type", "")).endswith("_mtp")
 
 
 def announced(config: dict[str, Any], family: Family) -> int | None:

@@ -54,10 +54,14 @@ class Family:
 #: A tensor of the trunk that the checkpoint stores a second time; it is shared, not read.
 COPY = "copy"
 
-_NEXTN = {
+#: How most families call what turns a state and a token into the input of a head.
+_READS = {
     "enorm.": "embedding_norm.",
     "hnorm.": "hidden_norm.",
     "eh_proj.": "projection.",
+}
+_NEXTN = {
+    **_READS,
     "shared_head.norm.": "norm.",
     "shared_head.head.": COPY,
     "embed_tokens.": COPY,
@@ -133,9 +137,7 @@ _GLM = replace(_DEEPSEEK, layers=_fixed(num_hidden_layers=1, first_k_dense_repla
 _BAILING = replace(
     _GLM,
     names={
-        "enorm.": "embedding_norm.",
-        "hnorm.": "hidden_norm.",
-        "eh_proj.": "projection.",
+        **_READS,
         "final_layernorm.": "norm.",
         "": "layers.0.",
     },
@@ -205,9 +207,7 @@ def _with_one_kind_of_layer(body: nn.Module) -> None:
 _MIMO_V2 = Family(
     roots=("model.mtp.layers.{i}.",),
     names={
-        "enorm.": "embedding_norm.",
-        "hnorm.": "hidden_norm.",
-        "eh_proj.": "projection.",
+        **_READS,
         "final_layernorm.": "norm.",
         "pre_mlp_layernorm.": "layers.0.post_attention_layernorm.",
         "": "layers.0.",
@@ -245,9 +245,7 @@ def _step_layers(config: dict[str, Any], index: int, stored: dict[str, Any]) -> 
 _STEP = Family(
     roots=("model.layers.{n}.",),
     names={
-        "enorm.": "embedding_norm.",
-        "hnorm.": "hidden_norm.",
-        "eh_proj.": "projection.",
+        **_READS,
         "transformer.shared_head.norm.": "norm.",
         "transformer.shared_head.output.": "output.",
         "embed_tokens.": COPY,

@@ -1,0 +1,236 @@
+"""A drafter with a draft length: its rounds, its times, and what they come to.
+
+In units of a plain step, with tau the tokens per round, m the cost of one more verified position
+and c that of a draft token, rounds of K draft tokens cannot give more than
+
+    ideal = tau / (1 + K (m + c))
+
+What is missing from it is what rounds cost by themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import speculative_generate_step as stock_speculative_generate_step
+
+from ..draft.model import DraftModel
+from ..draft.protocol import Drafter, Proposer
+from ..generate import generate_step
+from ..types import SpecStats
+from .measure import Stretch, decode, ratio, seconds_per_token
+from .record import Clock, Proposal, Recorder, Verify, cut
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, the kind of text, and what is expected to follow, if that is known."""
+
+    tokens: list[int]
+    kind: str
+    reference: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and the text that plain decoding with mlx_lm gives it."""
+
+    prompt: Prompt
+    text: list[int]
+
+
+#: A drafter for a case, or None where it has nothing to say to it.
+DrafterFor = Callable[[Case], Drafter | Proposer | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a drafter with a draft length came to, in units of a plain step of our loop.
+
+    stats       counters, without the first round of each prompt, which is not timed either
+    tau         tokens per round
+    m, c        cost of one more verified position, and of a draft token
+    ideal       tau / (1 + K (m + c)), K the draft tokens that there really were
+    speed       tokens per plain step: the speed-up over our own plain decoding
+    identical   whether every text is that of mlx_lm's plain decoding
+    kinds       kind of text -> its stats and its speed
+    """
+
+    draft: str
+    num_draft_tokens: int
+    stats: SpecStats
+    tau: float
+    m: float
+    c: float
+    ideal: float
+    speed: float
+    identical: bool
+    kinds: dict[str, tuple[SpecStats, float]]
+
+    @property
+    def achieved_over_ideal(self) -> float:
+        return self.speed / self.ideal
+
+
+class Stock(NamedTuple):
+    """mlx-lm's own speculative decoding: its speed as in `Run`, or why there is none."""
+
+    draft: str
+    num_draft_tokens: int
+    speed: float | None
+    identical: bool | None
+    refusal: str | None
+
+
+@dataclass
+class Trial:
+    """A drafter with a draft length, before its figures are known.
+
+    rounds      index of the case -> its rounds but for the first
+    proposals   of these rounds
+    """
+
+    model: nn.Module
+    draft: str
+    drafter_for: DrafterFor
+    num_draft_tokens: int
+    rounds: dict[int, list[Verify]] = field(default_factory=dict)
+    proposals: list[Proposal] = field(default_factory=list)
+    identical: bool = True
+
+    @property
+    def says_something(self) -> bool:
+        return any(self.rounds.values())
+
+    def watch(self, index: int, case: Case, clock: Clock) -> None:
+        """Decodes once to see what is guessed, and what it costs to guess."""
+        drafter = self.drafter_for(case)
+        if drafter is None:
+            return
+        recorder = Recorder(drafter, clock)
+        steps = list(self._steps(case, recorder))
+        self.identical &= [token for token, *_ in steps] == case.text
+        at = len(case.prompt.tokens)
+        guesses = {length - at: guess for length, guess in recorder.guesses.items()}
+        lengths = {start: guess.drafted for start, guess in guesses.items()}
+        _, *self.rounds[index] = cut([drafted for _, _, drafted in steps], lengths)
+        self.proposals += [guess for start, guess in guesses.items() if start > 0]
+
+    def timed(self, case: Case, clock: Clock) -> Callable[[], Stretch]:
+        """What decodes the case and takes the time of it."""
+        return lambda: decode(self._steps(case, self.drafter_for(case)), clock)
+
+    def run(
+        self,
+        plain: Sequence[float],
+        verify: Mapping[int, float],
+        cases: Sequence[Case],
+        times: Mapping[int, list[Stretch]],
+    ) -> Run:
+        """The figures.
+
+        plain     seconds of a plain step, by turn
+        verify    tokens of a window -> cost of its forward
+        times     index of the case -> its times by turn
+        """
+        rounds = [one for found in self.rounds.values() for one in found]
+        stats = _count(rounds)
+        kinds: dict[str, list[int]] = defaultdict(list)
+        for i in self.rounds:
+            kinds[cases[i].prompt.kind].append(i)
+        guessing = _guessing(self.proposals) / median(plain)
+        verifying = sum(verify[one.drafted + 1] - verify[1] for one in rounds)
+        drafted = max(1, stats.drafted)
+        return Run(
+            draft=self.draft,
+            num_draft_tokens=self.num_draft_tokens,
+            stats=stats,
+            tau=stats.emitted / len(rounds),
+            m=verifying / drafted,
+            c=guessing / drafted,
+            ideal=stats.emitted / (len(rounds) + verifying + guessing),
+            speed=_speed(plain, times.values()),
+            identical=self.identical,
+            kinds={
+                kind: (
+                    _count([one for i in found for one in self.rounds[i]]),
+                    _speed(plain, [times[i] for i in found]),
+                )
+                for kind, found in kinds.items()
+            },
+        )
+
+    def _steps(self, case: Case, drafter: Drafter | Proposer | None) -> Iterator[Any]:
+        return generate_step(
+            case.prompt.tokens,
+            self.model,
+            drafter=drafter,
+            num_draft_tokens=self.num_draft_tokens,
+            max_tokens=len(case.text),
+        )
+
+
+@dataclass
+class StockTrial(Trial):
+    """The same with mlx-lm's own speculative decoding, which may refuse."""
+
+    refusal: str | None = None
+
+    @property
+    def says_something(self) -> bool:
+        return self.refusal is not None or bool(self.rounds)
+
+    def watch(self, index: int, case: Case, clock: Clock) -> None:
+        drafter = self.drafter_for(case)
+        if not isinstance(drafter, DraftModel):
+            self.refusal = "mlx_lm knows no drafter of this kind"
+        if self.refusal is not None:
+            return
+        try:
+            tokens = [int(token) for token, *_ in self._steps(case, drafter)]
+        except ValueError as refusal:
+            self.refusal = str(refusal)
+            return
+        self.identical &= tokens == case.text
+        self.rounds[index] = []
+
+    def outcome(self, plain: Sequence[float], times: Mapping[int, list[Stretch]]) -> Stock:
+        if self.refusal is not None:
+            return Stock(self.draft, self.num_draft_tokens, None, None, self.refusal)
+        speed = _speed(plain, times.values())
+        return Stock(self.draft, self.num_draft_tokens, speed, self.identical, None)
+
+    def _steps(self, case: Case, drafter: Drafter | Proposer | None) -> Iterator[Any]:
+        assert isinstance(drafter, DraftModel)
+        return stock_speculative_generate_step(
+            mx.array(case.prompt.tokens),
+            self.model,
+            drafter.model,
+            num_draft_tokens=self.num_draft_tokens,
+            max_tokens=len(case.text),
+        )
+
+
+def _count(rounds: Sequence[Verify]) -> SpecStats:
+    stats = SpecStats()
+    for one in rounds:
+        stats.count(*one)
+    return stats
+
+
+def _guessing(proposals: Sequence[Proposal]) -> float:
+    """Seconds of all proposals, each as long as the median of those with as many tokens."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for one in proposals:
+        seconds[one.drafted].append(one.seconds)
+    return sum(len(found) * median(found) for found in seconds.values())
+
+
+def _speed(plain: Sequence[float], stretches: Iterable[list[Stretch]]) -> float:
+    return ratio(plain, seconds_per_token(list(stretches)))

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server. Only `worker` knows of mlx, and has the engine."""

@@ -1,0 +1,57 @@
+"""Prometheus metrics, read off the worker's counters when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .jobs import Totals
+
+
+class Source(Protocol):
+    totals: Totals
+    restarts: int
+
+    @property
+    def load(self) -> tuple[int, int]: ...
+
+
+class WorkerMetrics(Collector):
+    """The metrics of one worker, in a registry of their own."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        totals, (running, waiting) = self._source.totals, self._source.load
+        plain = {
+            "spec_decode_num_drafts": ("Verifies with a draft", totals.rounds),
+            "spec_decode_num_draft_tokens": ("Draft tokens proposed", totals.drafted),
+            "spec_decode_num_accepted_tokens": ("Draft tokens emitted", totals.accepted),
+            "generation_tokens": ("Tokens emitted", totals.tokens),
+            "prompt_tokens": ("Prompt tokens of finished requests", totals.prompt_tokens),
+            "cached_prompt_tokens": ("Of these, found in the store", totals.cached_tokens),
+            "engine_restarts": ("Engines that failed", self._source.restarts),
+        }
+        for name, (text, value) in plain.items():
+            yield CounterMetricFamily(name, text, value=value)
+        by_position = CounterMetricFamily(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens emitted, by position in the window",
+            labels=["position"],
+        )
+        for position, count in enumerate(totals.accepted_per_position):
+            by_position.add_metric([str(position)], count)
+        yield by_position
+        requests = CounterMetricFamily("requests", "Requests by their end", labels=["outcome"])
+        for outcome, count in totals.requests.items():
+            requests.add_metric([outcome], count)
+        yield requests
+        yield GaugeMetricFamily("requests_running", "Requests in the engine", value=running)
+        yield GaugeMetricFamily("requests_waiting", "Requests on their way to it", value=waiting)
