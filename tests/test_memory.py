@@ -37,7 +37,8 @@ def test_memory_is_that_of_plain_decoding_and_one_rounds_records(name: str) -> N
     found = compare(model, PROMPT, 2000, 4)
     assert found.tokens == (500, 2000)
     caches = [bytes_for(model, None, len(PROMPT) + tokens, 0) for tokens in found.tokens]
-    assert 0 < found.plain[1] - found.plain[0] <= caches[1] - caches[0]
+    # The few small arrays of the step in flight come and go: less than a byte per token.
+    assert 0 < found.plain[1] - found.plain[0] <= caches[1] - caches[0] + 1024
     assert 0 < found.records < 200_000
     assert found.flat, found
 

@@ -6,6 +6,7 @@ from .cache.attach import attach, detach
 from .cache.describe import CacheRecord, inspect
 from .cache.retrace import record_rollback
 from .cache.round import Round
+from .cache.store import PromptCacheStore
 from .cache.trim import speculative_prompt_cache, start_speculation, stop_speculation
 from .draft.auto import Auto
 from .draft.model import DraftModel
@@ -13,11 +14,12 @@ from .draft.mtp import MTP
 from .draft.ngram import NGram, Prediction
 from .engine import Engine
 from .errors import DraftMismatchError, UnsupportedCacheError, UnsupportedModelError
-from .generate import GenerationResponse, generate, generate_step, stream_generate
+from .generate import generate, generate_step, stream_generate
 from .grammar import Grammar
 from .load import load, load_draft, load_mtp
 from .many import BatchResult, batch_generate
 from .request import Handle, Output, Request
+from .response import GenerationResponse
 from .sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ __all__ = [
     "NGram",
     "Output",
     "Prediction",
+    "PromptCacheStore",
     "Request",
     "Round",
     "SamplingParams",

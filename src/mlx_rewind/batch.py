@@ -126,6 +126,11 @@ class Row:
         if hidden is not None and tokens and isinstance(self.proposer, Session):
             self.proposer.absorb(tokens, hidden[: len(tokens)])
 
+    def keep(self, cached: int) -> None:
+        """Lets the proposer leave in a store what it has of the first `cached` tokens."""
+        if isinstance(self.proposer, Session):
+            self.proposer.keep(self.tokens[:cached])
+
     def close(self) -> None:
         """Ends the proposer's part, whatever the row's end."""
         if isinstance(self.proposer, Session):

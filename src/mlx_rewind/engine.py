@@ -25,6 +25,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .batch import Batch, Row, token_ids
 from .cache.members import kinds_of
 from .cache.ragged import why_row_by_row
+from .cache.reuse import Reuse
+from .cache.store import PromptCacheStore
 from .memory import bytes_for
 from .request import Handle, Output, Request
 from .sampling import draws_of, top_logprobs
@@ -46,6 +48,7 @@ class _Job:
     prefill: Iterator[None]
     text: TextStream | None
     bytes: int
+    reuse: Reuse | None
 
     def __post_init__(self) -> None:
         #: Prompt tokens that are not fed yet, but for the pending one.
@@ -61,6 +64,8 @@ class Engine:
     memory_limit         bytes that all caches of these may grow to; None for no limit
     prefill_step_size    prompt tokens per chunk and per step: how long prompts delay the others
     max_draft_tokens     most draft tokens of any request
+    store                requests start from it and leave entries in it; `store.stats` counts. Its
+                         bytes are limited by itself, not by memory_limit
 
     Not for several threads: one owns it.
     """
@@ -74,6 +79,7 @@ class Engine:
         memory_limit: int | None = None,
         prefill_step_size: int = 512,
         max_draft_tokens: int = 16,
+        store: PromptCacheStore | None = None,
     ) -> None:
         if max_rows < 1 or prefill_step_size < 1 or max_draft_tokens < 0:
             raise ValueError(
@@ -85,6 +91,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.max_rows, self.memory_limit = max_rows, memory_limit
         self.prefill_step_size, self.max_draft_tokens = prefill_step_size, max_draft_tokens
+        self.store = store
         self.row_by_row = why_row_by_row(model)
         self._ids = itertools.count()
         self._waiting: deque[_Job] = deque()
@@ -216,7 +223,8 @@ class Engine:
         if request.kv_bits is not None:
             quantize = request.quantized_kv_start, request.kv_group_size, request.kv_bits
         decoder = Decoder(batch, quantize)
-        handle.exactness = exactness(self.model, batch.cache)
+        reuse = self._reuse(request, quantize)
+        handle.exactness = exactness(self.model, batch.cache, in_chunks=reuse is not None)
         handle.seed = None if draws is None else draws.seed
         if params is not None:
             params.check_vocab(decoder.target.vocab_size)
@@ -224,11 +232,17 @@ class Engine:
             decoder.start(request.drafter)
             if draws is not None and draws.acceptance != "match":
                 handle.exactness = LAW
-        prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None)
+        prefill = decoder.prefill(self.prefill_step_size, lambda processed, total: None, reuse)
         text = None
         if self.tokenizer is not None:
             text = text_stream(self.tokenizer, request.stop, params)
-        return _Job(handle, row, decoder, prefill, text, need)
+        return _Job(handle, row, decoder, prefill, text, need, reuse)
+
+    def _reuse(self, request: Request, quantize: tuple[int, int, int] | None) -> Reuse | None:
+        if self.store is None:
+            return None
+        step = self.prefill_step_size
+        return Reuse(self.store, self.model, step, request.boundaries, quantize)
 
     def _prefill(self) -> list[Output]:
         """Chunks of the oldest prompts that are not through, a chunk's worth of tokens in all."""
@@ -243,7 +257,8 @@ class Engine:
             with job.decoder.batch.guard(job.row):
                 more = next(job.prefill, self) is not self
             if more:
-                job.left -= self.prefill_step_size
+                left = job.left - self.prefill_step_size
+                job.left = left if job.reuse is None else job.reuse.left
             else:
                 self._prefilling.popleft()
                 outputs += self._begun(job)
@@ -251,6 +266,8 @@ class Engine:
 
     def _begun(self, job: _Job) -> list[Output]:
         """The prompt is read, or failed: to the rounds, or to the end."""
+        if job.reuse is not None:
+            job.handle.cached_tokens = job.reuse.length
         if job.row.error is not None:
             return [self._fail(job)]
         if job.row.remaining == 0:
@@ -326,6 +343,12 @@ class Engine:
 
     def _leave(self, lane: Decoder, jobs: list[_Job]) -> None:
         rows = [b for b, row in enumerate(lane.batch.rows) if any(row is job.row for job in jobs)]
+        for job in jobs:
+            if job.reuse is not None and job.row.error is None:
+                row = next(b for b in rows if lane.batch.rows[b] is job.row)
+                held = job.row.tokens[:-1]
+                if job.reuse.finish(held, lane.row_cache(row)):
+                    job.row.keep(len(held))
         if rows:
             lane.leave(rows)
         if not lane.batch.rows and lane in self._lanes:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse as PlainResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .batch import Batch, LogitsProcessor, Row, Sampler, token_ids
+from .cache.reuse import Reuse
+from .cache.store import PromptCacheStore
 from .draft.auto import check_drafter
 from .draft.model import DraftModel
 from .draft.protocol import Drafter, Proposer, kind_of
+from .response import GenerationResponse
 from .sampling import Acceptance, SamplingParams, draws_of, top_logprobs
 from .speculate import Decoder
 from .stops import TextStream, text_stream
@@ -28,43 +30,6 @@ from .types import SpecStats
 
 Progress = Callable[[int, int], None]
 Emission = tuple[int, mx.array, bool]
-
-
-@dataclass
-class GenerationResponse(PlainResponse):
-    """mlx-lm's response, and what speculation did so far.
-
-    draft_kind                  none, model, ngram, prediction or custom
-    draft_rounds                verifies with at least one draft token
-    draft_n, draft_n_accepted   draft tokens proposed, and emitted
-    mean_acceptance_length      tokens per forward of the target
-    draft_n_per_position, draft_n_accepted_per_position
-                                the same by position in the window
-    exactness                   bitwise, token, near-tie or law (docs/exactness.md)
-    draft_rechecks              rounds that were cut before a near-tie, see `recheck`
-    seed                        the seed of the draws, None without `sampling`
-    draft_reason                why `Auto` does what it does, empty for another drafter
-    top_logprobs                the best (id, logprob) of this position, if `sampling` asks for them
-    """
-
-    draft_kind: str = "none"
-    draft_rounds: int = 0
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-    mean_acceptance_length: float = 0.0
-    draft_n_per_position: list[int] = field(default_factory=list)
-    draft_n_accepted_per_position: list[int] = field(default_factory=list)
-    exactness: str = "bitwise"
-    draft_rechecks: int = 0
-    seed: int | None = None
-    draft_reason: str = ""
-    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
-
-    @property
-    def acceptance_per_position(self) -> list[float]:
-        """Share of the draft tokens at position i that were emitted."""
-        pairs = zip(self.draft_n_accepted_per_position, self.draft_n_per_position, strict=True)
-        return [accepted / drafted for accepted, drafted in pairs]
 
 
 @dataclass(frozen=True)
@@ -85,6 +50,8 @@ class _Options:
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
     prompt_progress_callback: Progress | None = None
+    store: PromptCacheStore | None = None
+    boundaries: Sequence[int] = ()
 
     @property
     def budget(self) -> int:
@@ -132,7 +99,9 @@ class _Generation:
         )
         batch = Batch(model, cache, [self.row])
         self._decoder = Decoder(batch, options.quantize)
-        self.exactness = exactness(model, cache)
+        self._reuse = _reuse(model, options)
+        self._is_whole = True
+        self.exactness = exactness(model, cache, in_chunks=self._reuse is not None)
         if options.sampling is not None:
             options.sampling.check_vocab(self._decoder.target.vocab_size)
         if drafter is not None:
@@ -149,10 +118,13 @@ class _Generation:
         decoder = self._decoder
         stop_ids = () if self.sampling is None else self.sampling.stop_ids
         try:
-            for _ in decoder.prefill(self._options.prefill_step_size, self._progress):
+            step_size = self._options.prefill_step_size
+            for _ in decoder.prefill(step_size, self._progress, self._reuse):
                 pass
             while self.row.remaining > 0:
+                self._is_whole = False
                 (output,) = decoder.step()
+                self._is_whole = True
                 assert output is not None
                 if not self.stats.steps:
                     self._progress(self.prompt_length, self.prompt_length)
@@ -169,8 +141,22 @@ class _Generation:
         finally:
             try:
                 decoder.close()
+                self._keep()
             finally:
                 self.row.close()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the store had."""
+        return 0 if self._reuse is None else self._reuse.length
+
+    def _keep(self) -> None:
+        """Keeps the end of the reply, up to the pending token. Nothing after a failure."""
+        if self._reuse is None or not self._is_whole or not self.stats.emitted:
+            return
+        held = self.row.tokens[:-1]
+        if self._reuse.finish(held, self._decoder.batch.cache):
+            self.row.keep(len(held))
 
 
 def generate_step(
@@ -192,6 +178,8 @@ def generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Progress | None = None,
+    store: PromptCacheStore | None = None,
+    boundaries: Sequence[int] = (),
 ) -> Iterator[Emission]:
     """Generates tokens as `mlx_lm.generate_step` does, token for token, faster with a good drafter.
 
@@ -207,6 +195,10 @@ def generate_step(
     prompt_cache        the target's caches, with history or none, updated in place: at every yield
                         and after close history + prompt + emitted[:-1]; as before if prefill fails
     kv_bits             quantise KV caches from `quantized_kv_start` tokens on, as mlx-lm does
+    store               starts from the longest beginning of the prompt that it has, and keeps there
+                        what comes of this one; not together with `prompt_cache`
+    boundaries          tokens of the prompt after which others may go on differently, such as the
+                        ends of messages (`message_ends`); kept in the store as well
 
     Yields (token, logprobs [V] of the target, from_draft).
 
@@ -214,22 +206,8 @@ def generate_step(
     or `UnsupportedModelError` for what cannot be rolled back, `DraftMismatchError` for a drafter
     that does not fit; while running, whatever model, drafter, sampler or processor raise.
     """
-    options = _Options(
-        num_draft_tokens=num_draft_tokens,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        sampling=sampling,
-        acceptance=acceptance,
-        recheck=recheck,
-        max_kv_size=max_kv_size,
-        prompt_cache=prompt_cache,
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        prompt_progress_callback=prompt_progress_callback,
-    )
+    given = locals()
+    options = _Options(**{option.name: given[option.name] for option in fields(_Options)})
     if sampling is not None and sampling.stop_strings:
         raise ValueError("stop strings need a tokenizer: use stream_generate")
     return _Generation(prompt, model, drafter, options).tokens()
@@ -306,6 +284,16 @@ def _make_cache(model: nn.Module, max_kv_size: int | None) -> list[Any]:
     return cache
 
 
+def _reuse(model: nn.Module, options: _Options) -> Reuse | None:
+    if options.store is None:
+        return None
+    if options.prompt_cache is not None:
+        raise ValueError("a store fills fresh caches: give either store or prompt_cache")
+    return Reuse(
+        options.store, model, options.prefill_step_size, options.boundaries, options.quantize
+    )
+
+
 def encode(tokenizer: Any, prompt: str | mx.array | Sequence[int]) -> mx.array | Sequence[int]:
     if not isinstance(prompt, str):
         return prompt
@@ -342,7 +330,8 @@ class _Clock:
     def tick(self) -> None:
         if not self._count:
             now = time.perf_counter()
-            self._prompt_tps = self._generation.prompt_length / (now - self._start)
+            read = self._generation.prompt_length - self._generation.cached_tokens
+            self._prompt_tps = read / (now - self._start)
             self._start = now
         self._count += 1
 
@@ -375,6 +364,7 @@ class _Clock:
             draft_n_per_position=list(stats.drafted_per_position),
             draft_n_accepted_per_position=list(stats.accepted_per_position),
             exactness=self._generation.exactness,
+            cached_tokens=self._generation.cached_tokens,
             draft_reason=stats.reason,
             draft_rechecks=stats.rechecks,
             seed=None if draws is None else draws.seed,

@@ -25,6 +25,8 @@ class Request:
     stop                strings that end the text
     kv_bits             quantise KV caches from `quantized_kv_start` tokens on; until then the
                         request is alone in its forwards
+    boundaries          tokens of the prompt after which others may go on differently, such as the
+                        ends of messages; kept in the engine's store
     """
 
     prompt: Sequence[int]
@@ -39,6 +41,7 @@ class Request:
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 0
+    boundaries: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Output:
 class Handle:
     """A request in the engine, and what came of it so far.
 
-    seed    the seed of its draws, None without `sampling`
+    seed             the seed of its draws, None without `sampling`
+    cached_tokens    prompt tokens that the store had, known once the prompt is read
     """
 
     id: int
@@ -75,6 +79,7 @@ class Handle:
     stats: SpecStats = field(default_factory=SpecStats)
     exactness: str = "bitwise"
     seed: int | None = None
+    cached_tokens: int = 0
 
     @property
     def done(self) -> bool:

@@ -28,6 +28,8 @@ from mlx_lm.models.cache import KVCache
 from . import ties
 from .batch import Batch, Row
 from .cache.checkpoint import Checkpoint
+from .cache.members import extract
+from .cache.reuse import Reuse
 from .cache.round import Round, check
 from .choices import Choices, Verify
 from .draft.auto import Auto, AutoSession, note_round
@@ -103,8 +105,15 @@ class Decoder:
 
     # -- prefill --------------------------------------------------------------------------------
 
-    def prefill(self, step_size: int, progress: Callable[[int, int], None]) -> Iterator[None]:
+    def prefill(
+        self,
+        step_size: int,
+        progress: Callable[[int, int], None],
+        reuse: Reuse | None = None,
+    ) -> Iterator[None]:
         """Feeds the one row's prompt but for its last token, in chunks, exactly as mlx-lm does.
+
+        reuse    starts from what a store has, and leaves boundaries there
 
         Yields after every chunk. progress(processed, total) is called before and after each. An
         exception, or the end of the iterator before it is through, leaves the caches as they were.
@@ -113,14 +122,23 @@ class Decoder:
         prompt, total, done = mx.array(row.tokens), len(row.tokens), 0
         with ExitStack() as undo:
             undo.callback(Checkpoint(self.batch.cache).restore)
+            if reuse is not None:
+                done = reuse.start(row.tokens, self.batch.cache)
+                self.plan = check(self.batch.model, self.batch.cache)
+                if isinstance(row.proposer, Session):
+                    row.proposer.use_store(reuse.store, row.tokens, done, reuse.boundaries)
             progress(done, total)
             while total - done > 1:
-                chunk = prompt[None, done : min(done + step_size, total - 1)]
+                end = min(done + step_size, total - 1) if reuse is None else reuse.chunk_end(done)
+                chunk = prompt[None, done:end]
                 with mx.stream(generation_stream):
                     hidden = self.target(chunk, self.batch.cache).hidden
-                    self._quantize()
-                    known = row.tokens[done + 1 : done + chunk.size + 1]
+                    known = row.tokens[done + 1 : end + 1]
                     row.absorb(None if hidden is None else hidden[0], known)
+                    if reuse is not None and reuse.reached(end, self.batch.cache):
+                        row.keep(end)
+                    if reuse is None or reuse.is_chunk_end(end):
+                        self._quantize()
                     mx.eval([entry.state for entry in self.batch.cache])
                 done += chunk.size
                 progress(done, total)
@@ -214,6 +232,11 @@ class Decoder:
         self.batch.join(other.batch)
         self.plan = check(self.batch.model, self.batch.cache)
         self.emitted = [0] * len(self.batch.rows)
+
+    def row_cache(self, row: int) -> list[Any]:
+        """The caches of one row as stock caches."""
+        self._settle()
+        return extract(self.batch.cache, row) if self._has_rows else self.batch.cache
 
     def leave(self, rows: Sequence[int]) -> None:
         """Lets rows go, and frees what only they needed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 
-from .cache.probe import walk
+from .cache.probe import has_window_formula, walk
 from .cache.slots import is_own_class
 from .cache.undo import stock_class
 from .errors import UnsupportedCacheError, UnsupportedModelError
@@ -175,8 +176,11 @@ def check_quantizable(model: nn.Module, cache: list[Any], group_size: int, bits:
         ) from error
 
 
-def exactness(model: nn.Module, cache: list[Any]) -> str:
+def exactness(model: nn.Module, cache: list[Any], *, in_chunks: bool = False) -> str:
     """The level at which speculative and plain decoding of `model` agree on this machine.
+
+    in_chunks    whether the prompt is read in other chunks than those of plain decoding, because a
+                 store has its beginning or keeps boundaries of it
 
     bitwise    tokens, logprobs and caches are equal to the bit
     token      tokens are equal, values agree to 1e-5: a layer whose window formula is not its
@@ -190,7 +194,8 @@ def exactness(model: nn.Module, cache: list[Any]) -> str:
     kinds = {stock_class(entry) for _, entry in walk(cache)}
     if any(is_own_class(kind) for kind in kinds):
         return NEAR_TIE
-    if RotatingKVCache not in kinds and not _has_window_formula(model):
+    by_formula = _has_window_formula(model) or (in_chunks and _sums_chunks(model))
+    if RotatingKVCache not in kinds and not by_formula:
         return BITWISE
     return TOKEN if _is_float32(model) else NEAR_TIE
 
@@ -208,6 +213,12 @@ def _has_window_formula(model: nn.Module) -> bool:
     and values of a window. Recurrent layers of that kind are recorded by steps (`cache.retrace`).
     """
     return any(isinstance(module, MultiLinear) for module in model.modules())
+
+
+def _sums_chunks(model: nn.Module) -> bool:
+    """Whether a layer's numbers depend on the chunks that a prompt is read in, in the last bits."""
+    layers = (m for m in model.modules() if type(m).__module__ in sys.modules)
+    return any(has_window_formula(layer) for layer in layers)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache.round import Round
@@ -84,7 +85,7 @@ def ratio(times: Sequence[float], units: Sequence[float]) -> float:
 def active_memory() -> int:
     """Bytes in use by arrays, with nothing left over that is only waiting to be freed."""
     gc.collect()
-    mx.synchronize()
+    mx.synchronize(generation_stream)  # a step that was launched ahead is through
     mx.clear_cache()
     return mx.get_active_memory()
 

@@ -20,7 +20,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList
 
-from .slots import Slots, leaves_of, set_slots
+from .recurrence import DeltaStates, may_keep
+from .slots import Slots, leaves_of, set_slots, slots_of
 from .undo import UNDOS, stock_class
 
 Stock = Callable[..., Any]
@@ -117,6 +118,8 @@ class Call:
     """One recorded call of a layer that writes the slots of `cache`, and the slots before it.
 
     keep_linears    whether the outputs of Linear children are handed back in a replay
+    keep_states     whether its states are, where it takes the window token by token (`_Steps`,
+                    `cache.recurrence`) and the window is short
     is_prompt       whether plain decoding feeds these tokens as one window too
     """
 
@@ -127,6 +130,7 @@ class Call:
     cache: Any
     before: Slots
     keep_linears: bool = True
+    keep_states: bool = True
     is_prompt: bool = False
 
     def __post_init__(self) -> None:
@@ -135,26 +139,39 @@ class Call:
         self._by_steps = takes_steps and "_rewind_steps" in vars(self.layer)
         self._steps, self._linears = _Steps(), _Linears(self.window)
         given = (*self.args, *self.kwargs.values())
+        self._after: list[Slots] = []
+        self._states = DeltaStates() if self.keep_states and not self._by_steps else None
+        self._forward = self._states.watch(self.stock) if self._states else self.stock
         leaves = (leaf for value in given for leaf in leaves_of(value))
         self._attends = any(stock_class(leaf) in UNDOS for leaf in leaves)
         self._dicts = {id(value): dict(value) for value in given if isinstance(value, dict)}
 
     def run(self) -> Any:
         if self._by_steps:
-            return self._steps.join(self._step(self.window, self.args, self.kwargs))
+            outputs, after = self._step(self.window, self.args, self.kwargs)
+            if self.keep_states and may_keep(outputs[0].shape[0], self.window):
+                self._after = after
+            return self._steps.join(outputs)
         return self._stock(self._recorder(self.window), self.args, self.kwargs)
 
     def replay(self, kept: int) -> None:
         """Runs the layer on its first `kept` inputs; what counts is what it does to the slots.
 
+        The slots after the last input are not handed back: the window did not need them, so they
+        may still be lazy, and belong to the thread that fed it.
         Attention caches among the arguments must be as they were before the call; they stay so.
         """
+        if self._after and kept < self.window:
+            set_slots(self.cache, slots_of(self.cache) | self._after[kept - 1])
+            return
         args = [self._again(value, kept) for value in self.args]
         kwargs = {name: self._again(value, kept) for name, value in self.kwargs.items()}
         if self._by_steps:
             self._step(kept, args, kwargs)
         else:
             self._linears.replay(kept)
+            if self._states is not None:
+                self._states.replay(kept)
             self._stock(self._recorder(kept), args, kwargs)
 
     def _recorder(self, tokens: int) -> _Linears | None:
@@ -198,17 +215,21 @@ class Call:
             return value[..., :kept, : value.shape[-1] - self.window + kept]
         return value[:, :kept] if value.shape[1] == self.window else value
 
-    def _step(self, count: int, args: Any, kwargs: Any) -> list[mx.array]:
-        outputs = []
+    def _step(self, count: int, args: Any, kwargs: Any) -> tuple[list[mx.array], list[Slots]]:
+        """The outputs of `count` steps, and the slots that are bound anew after each."""
+        outputs, after = [], []
+        before = slots_of(self.cache)
         for step in range(count):
             cut_args, cut_kwargs = self._steps.at(step, [list(args), kwargs], self.window)
             outputs.append(self._stock(self._steps, cut_args, cut_kwargs))
-        return outputs
+            now = slots_of(self.cache)
+            after.append({name: slot for name, slot in now.items() if slot is not before[name]})
+        return outputs, after
 
     def _stock(self, linears: _Linears | _Steps | None, args: Any, kwargs: dict[str, Any]) -> Any:
         _local.linears = linears
         try:
-            return self.stock(self.layer, *args, **kwargs)
+            return self._forward(self.layer, *args, **kwargs)
         finally:
             _local.linears = None
 

@@ -139,6 +139,7 @@ class Tape:
 
     def record(self, stock: Stock, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         before = slots_of(self.cache)
+        window = window_of(args, kwargs)
         call = Call(
             stock,
             layer,
@@ -146,7 +147,8 @@ class Tape:
             kwargs,
             self.cache,
             before,
-            keep_linears=self.replays_steps or window_of(args, kwargs) > 1,
+            keep_linears=self.replays_steps or window > 1,
+            keep_states=not self.replays_steps and window > 1,
             is_prompt=self.is_prompt,
         )
         self.calls.append(call)

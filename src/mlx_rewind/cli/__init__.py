@@ -1,4 +1,4 @@
-"""The command line: `mlx-rewind generate`, `bench`, `audit`, `convert` and `inspect`."""
+"""The command line: `mlx-rewind generate`, `chat`, `bench`, `audit`, `convert` and `inspect`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from . import audit, bench, convert, generate, inspect, serve
+from . import audit, bench, chat, convert, generate, inspect, serve
 from .options import OneLineParser
 
 
@@ -36,6 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (generate, serve, bench, audit, convert, inspect):
+    for command in (generate, chat, bench, audit, convert, inspect, serve):
         command.add_to(commands)
     return parser

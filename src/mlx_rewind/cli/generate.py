@@ -12,9 +12,11 @@ from typing import Any
 import mlx.core as mx
 from rich.console import Console
 
-from ..generate import GenerationResponse, stream_generate
+from ..generate import stream_generate
 from ..load import load
+from ..response import GenerationResponse
 from .batch import generate_all, read_prompts
+from .cachefile import CacheFile
 from .drafting import add_draft_options, draft_kind, drafter_for
 from .options import common_options, number, true_or_false
 from .progress import progress_bar
@@ -42,14 +44,21 @@ def _generate(args: argparse.Namespace) -> None:
     kind, sampling = draft_kind(args), sampling_for(args)
     if sampling.logprobs is not None and not (args.json or entries):
         raise ValueError("--logprobs needs --json or --prompts-file, whose results can hold them")
+    saved = CacheFile.read(args)
     model, tokenizer = load(
-        args.model,
+        args.model if saved is None else saved.model,
         adapter_path=args.adapter_path,
         trust_remote_code=args.trust_remote_code,
-        tokenizer_config={"trust_remote_code": args.trust_remote_code},
+        tokenizer_config={
+            **({} if saved is None else saved.tokenizer_config),
+            "trust_remote_code": args.trust_remote_code,
+        },
     )
     _add_end_tokens(tokenizer, args.extra_eos_token)
-    prompt = _apply_template(tokenizer, prompt_text, args)
+    if saved is None:
+        prompt = _apply_template(tokenizer, prompt_text, args)
+    else:
+        prompt = saved.rest(tokenizer, prompt_text, args)
     drafter = drafter_for(kind, args, model, tokenizer)
     grammar = grammar_for(args, tokenizer)
     if entries:
@@ -70,6 +79,7 @@ def _generate(args: argparse.Namespace) -> None:
             recheck=args.recheck,
             logits_processors=[grammar.processor()] if grammar else None,
             max_kv_size=args.max_kv_size,
+            prompt_cache=None if saved is None else saved.cache,
             prefill_step_size=args.prefill_step_size,
             kv_bits=args.kv_bits,
             kv_group_size=args.kv_group_size,
@@ -83,8 +93,12 @@ def _prompts_file(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The entries of the prompts file, if one is given. Refuses what does not go with one."""
     if args.prompts_file is None:
         return []
-    others = {"--prompt": args.prompt is not None, "--max-kv-size": args.max_kv_size is not None}
-    others["--recheck"] = args.recheck > 0
+    others = {
+        "--prompt": args.prompt is not None,
+        "--max-kv-size": args.max_kv_size is not None,
+        "--prompt-cache-file": args.prompt_cache_file is not None,
+        "--recheck": args.recheck > 0,
+    }
     for option, given in others.items():
         if given:
             raise ValueError(f"{option} cannot be used with --prompts-file")
@@ -177,6 +191,7 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], help="a string that ends the text; repeatable")
     add("--extra-eos-token", nargs="+", default=[], help="more tokens that end the text")
     add("--adapter-path", help="trained adapter weights")
+    add("--prompt-cache-file", help="what mlx_lm.cache_prompt saved; the prompt goes on from it")
     add("--max-kv-size", type=int, help="longest attention window to keep")
     add("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward (2048)")
     add("--kv-bits", type=int, help="quantise KV caches to this many bits")

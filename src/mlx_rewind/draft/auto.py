@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from ..cache.store import PromptCacheStore
 from ..sampling import Draws
 from ..target import Target
 from .model import DraftModel, check_tokenizers
@@ -213,6 +214,16 @@ class AutoSession(Session):
         for session in self.sessions:
             for one in theirs:
                 session.join(one, slack)
+
+    def use_store(
+        self, store: PromptCacheStore, prompt: Sequence[int], reused: int, boundaries: Sequence[int]
+    ) -> None:
+        for session in self.sessions:
+            session.use_store(store, prompt, reused, boundaries)
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        for session in self.sessions:
+            session.keep(tokens)
 
     def close(self) -> None:
         for session in self.sessions:

@@ -10,13 +10,16 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cache.members import extract
 from ..cache.round import Round, check
+from ..cache.store import PromptCacheStore
 from ..errors import DraftMismatchError
 from ..target import Target
 from ..types import Guess
 from .drawing import Drafting, check_drafting
 from .group import CachedGroup, Member
 from .protocol import Drafter, Session
+from .stored import StoredDrafts
 
 
 class DraftModel(Drafter):
@@ -71,6 +74,14 @@ class _Session(Member):
         """The draft cache, with those of the other rows of its group."""
         return self.group.cache
 
+    def use_store(
+        self, store: PromptCacheStore, prompt: Sequence[int], reused: int, boundaries: Sequence[int]
+    ) -> None:
+        self.group.stored = [StoredDrafts(store, self.group._model, boundaries)]
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        self.group.store(self, tokens)
+
 
 class _Group(CachedGroup):
     """The draft caches of some rows.
@@ -80,6 +91,7 @@ class _Group(CachedGroup):
         the last draft token is proposed without being fed
 
     cached    tokens of each row in the cache when no round is open
+    stored    what each row takes from a store and leaves there, None for a row without one
     """
 
     def __init__(self, drafter: DraftModel, member: Session, target_vocab: int) -> None:
@@ -87,12 +99,16 @@ class _Group(CachedGroup):
         self.cache = make_prompt_cache(drafter.model)
         self.cached = [0]
         self._shared_vocab = min(target_vocab, drafter.vocab_size)
+        self.stored: list[StoredDrafts | None] = [None]
+        self._is_whole = True  # but while drafting, or after a failure in it
         self._fed: list[mx.array] = []
         self._last = mx.zeros((1, self._shared_vocab))  # logits after each row's cached tokens
 
     def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[Guess]:
         with mx.stream(generation_stream):
             self._settle(tokens)
+            self._is_whole = False
+            self._begin(tokens)
             self._catch_up(tokens)
             drawing, longest = self._drawing(tokens), max(limits)
             draft = drawing.pick(self._last)
@@ -102,6 +118,7 @@ class _Group(CachedGroup):
             for _ in range(longest - 1):
                 self._fed.append(draft)
                 draft = drawing.pick(self._shared(self._forward(draft[:, None])))
+            self._is_whole = True
             return drawing.guesses(limits)
 
     # -- rows come and go -----------------------------------------------------------------------
@@ -121,11 +138,22 @@ class _Group(CachedGroup):
 
     def _take(self, other: _Group) -> None:
         self.cached += other.cached
+        self.stored += other.stored
         self._last = mx.concatenate([self._last, other._last])
 
     def _keep(self, rows: Sequence[int]) -> None:
         self.cached = [self.cached[b] for b in rows]
+        self.stored = [self.stored[b] for b in rows]
         self._last = self._last[mx.array(list(rows))]
+
+    def store(self, member: Session, tokens: Sequence[int]) -> None:
+        """Leaves in the store what the caches hold of a row's tokens."""
+        b = next(b for b, known in enumerate(self.members) if known is member)
+        stored, held = self.stored[b], self.cached[b]
+        if stored is not None and held and self._is_whole:
+            self._abort()
+            ids = [self._known(token) for token in tokens[:held]]
+            stored.keep(ids, extract(self.cache, b) if self._has_rows else self.cache)
 
     def _abort(self) -> None:
         if self._round is not None:
@@ -145,19 +173,31 @@ class _Group(CachedGroup):
         self._round, self._fed = None, []
         self.cached = [known + count for known, count in zip(self.cached, kept, strict=True)]
 
+    def _begin(self, tokens: Sequence[list[int]]) -> None:
+        """Starts the fresh caches of one row from what a store has."""
+        stored = self.stored[0]
+        if stored is not None and self.cached == [0]:
+            known = [self._known(token) for token in tokens[0]]
+            done = stored.begin(known, self.cache, lambda part: self._read([list(part)]))
+            self.cached = [done]
+
     def _catch_up(self, tokens: Sequence[list[int]]) -> None:
         """Feeds what the rows have and the cache has not."""
         new = [
             [self._known(token) for token in row[known:]]
             for row, known in zip(tokens, self.cached, strict=True)
         ]
+        self._read(new)
+        self.cached = [len(row) for row in tokens]
+
+    def _read(self, new: list[list[int]]) -> None:
+        """Feeds tokens of each row in chunks."""
         step = min(self._drafter.prefill_step_size, self._longest)
         longest = max(len(row) for row in new)
         for start in range(0, longest, step):  # none if it is asked again for the same tokens
             if start:
                 mx.eval([entry.state for entry in self.cache])
             self._feed([row[start : start + step] for row in new])
-        self.cached = [len(row) for row in tokens]
 
     def _feed(self, new: list[list[int]]) -> None:
         """Feeds tokens of each row, the shorter ones padded, and notes the last logits."""

@@ -21,8 +21,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from ..cache.members import extract
 from ..cache.probe import walk
 from ..cache.round import Plan, Round
+from ..cache.store import PromptCacheStore
 from ..errors import DraftMismatchError
 from ..target import HiddenState, Target, Trunk
 from ..types import Guess
@@ -32,6 +34,7 @@ from .group import CachedGroup, Member
 from .heads import Head
 from .loading import HeadReport, load_heads
 from .protocol import Drafter, Session
+from .stored import StoredHead
 
 
 class MTP(Drafter):
@@ -125,6 +128,7 @@ class _Reading:
     fed[k]       rows in the cache of head k: row i holds the token k + 1 after position i
     inputs[k]    [1, m, H] the states that head k reads next, from row fed[k] on; None before any
     last         state and normed output of the first head's last row, both [1, 1, H]
+    pending      [1, 1, H] the last state of the target, for a row of which `stored` keeps some
     """
 
     fed: list[int]
@@ -133,6 +137,8 @@ class _Reading:
     tokens: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
     start: int = 0
     last: tuple[mx.array, mx.array] | None = None
+    pending: mx.array | None = None
+    stored: StoredHead | None = None
 
     def copy(self) -> _Reading:
         return replace(self, fed=list(self.fed), inputs=list(self.inputs))
@@ -191,6 +197,14 @@ class _Session(Member):
     def absorb(self, tokens: Sequence[int], hidden: mx.array) -> None:
         self.group.absorb(self, tokens, hidden)
 
+    def use_store(
+        self, store: PromptCacheStore, prompt: Sequence[int], reused: int, boundaries: Sequence[int]
+    ) -> None:
+        self.group.begin(store, prompt, reused)
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        self.group.store(self, tokens)
+
 
 class _Group(CachedGroup):
     """The head caches of some rows, and what is to be read of each row."""
@@ -209,10 +223,38 @@ class _Group(CachedGroup):
         """Takes committed pairs. Alone, a row reads them at once; several read them together."""
         self._abort()
         self.reading(member).add(mx.array(list(tokens), mx.int32), hidden[None])
+        self.reading(member).pending = hidden[None, -1:]
         reads_alone = len(self.members) == 1 and not member.is_idle
         if reads_alone or self.reading(member).readable(0) >= _MOST_WAITING:
             self._read_committed()
             mx.async_eval([entry.state for cache in self.caches for entry in cache])
+
+    def begin(self, store: PromptCacheStore, prompt: Sequence[int], reused: int) -> None:
+        """Starts the fresh caches of one row from what a store has after `reused` tokens.
+
+        Where heads wait for each other, or have caches that cannot be cut, nothing is stored.
+        """
+        (head, *others), (row,) = self._drafter.heads, self._rows
+        if others or not StoredHead.can_keep(head):
+            return
+        row.stored = StoredHead(store, head, prompt[0])
+        found = row.stored.fetch(prompt[:reused]) if reused > 1 else None
+        if found is not None:
+            self.caches[0], pending = found
+            row.fed, row.start = [reused - 1], reused - 1
+            self.absorb(self.members[0], prompt[reused : reused + 1], pending[0])
+
+    def store(self, member: Session, tokens: Sequence[int]) -> None:
+        """Leaves in the store what the head has of a row's tokens."""
+        self._abort()
+        row = self.reading(member)
+        if row.stored is None or row.pending is None:
+            return
+        self._read_committed()
+        if row.fed[0] == len(tokens):  # not if it started later than the row
+            b = self.members.index(member)
+            cache = extract(self.caches[0], b) if self._has_rows else self.caches[0]
+            row.stored.keep(tokens, cache, row.pending)
 
     def propose(self, tokens: Sequence[list[int]], limits: Sequence[int]) -> list[Guess]:
         self._abort()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
 
 import mlx.core as mx
 
+from ..cache.store import PromptCacheStore
 from ..errors import DraftMismatchError
 from ..sampling import Draws
 from ..target import Target
@@ -90,6 +91,18 @@ class Session(ABC):
 
         slack    the longest window that will be fed, for sliding windows
         """
+
+    def use_store(  # noqa: B027
+        self, store: PromptCacheStore, prompt: Sequence[int], reused: int, boundaries: Sequence[int]
+    ) -> None:
+        """Starts from draft caches that a store has, if it keeps any.
+
+        reused        tokens of the prompt that are not fed to the target
+        boundaries    tokens of the prompt after which others may go on differently
+        """
+
+    def keep(self, tokens: Sequence[int]) -> None:  # noqa: B027
+        """Leaves its draft caches in the store; the target's hold exactly these tokens."""
 
     @abstractmethod
     def close(self) -> None:

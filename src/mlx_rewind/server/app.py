@@ -1,162 +1,387 @@
-"""The routes."""
+"""The routes: OpenAI's, health, metrics, and the page."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Mapping
-from importlib.resources import files
-from typing import Any
+import asyncio
+import dataclasses
+import hmac
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+from prometheus_client import generate_latest
+from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .access import Access, read_body, refused
-from .answers import Answer, ChatAnswer, TextAnswer
-from .metrics import Metrics
-from .protocol import ChatBody, TextBody, chat_ask, read, text_ask
-from .records import Ask, Backend, Refusal
-from .settings import Settings
-from .stream import Disconnected, Events, EventStream, collect
+from .answers import Answer, Envelope, error_body, usage_of
+from .jobs import Job, Limits, Piece, RefusedError
+from .metrics import Source, WorkerMetrics
+from .protocol import ChatRequest, CompletionRequest, Generation
+from .reply import Markers, Splitter
 
-_PAGE = {"": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_PAGE = Path(__file__).parent / "page"
 
 
-def make_app(backend: Backend, settings: Settings, metrics: Metrics, version: str) -> Starlette:
-    """The web application on a running backend."""
-    server = _Server(backend, settings, metrics, version)
-    chat, text = server.completions(_chat), server.completions(_text)
-    routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", text, methods=["POST"]),
-        Route("/v1/models", server.models),
-        Route("/v1/models/{name:path}", server.model),
-        Route("/health", server.health),
-        Route("/metrics", server.metrics_text),
-        Route("/figures", server.figures),
-        *(Route(f"/{name}", _static(name, kind)) for name, kind in _PAGE.items()),
-    ]
-    middleware = [Middleware(Access, settings=settings)]
-    if settings.origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
-        )
-        middleware.insert(0, cors)
-    handlers: dict[Any, Any] = {HTTPException: _http_error, 500: _server_error}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+class Backend(Source, Protocol):
+    """What the routes need of `worker.Worker`."""
+
+    limits: Limits
+
+    @property
+    def health(self) -> str: ...
+    @property
+    def markers(self) -> Markers: ...
+    def prepare(self, job: Job) -> Any: ...
+    def starts_reasoning(self, job: Job, request: Any) -> bool: ...
+    def submit(self, request: Any, sink: Callable[[Piece], None]) -> Any: ...
+    def cancel(self, ticket: Any) -> None: ...
+    def decode(self, token: int) -> str: ...
+    def start(self) -> None: ...
+    def close(self) -> None: ...
 
 
-#: From a body to what is asked, and the shape of the answer.
-_Kind = Callable[[bytes, Settings], tuple[ChatBody | TextBody, Ask, type[Answer]]]
+@dataclass(frozen=True)
+class Settings:
+    """What the operator decided.
+
+    model, draft     names that clients may use for the model and its draft model
+    draft_kind       the kind of drafter, for /v1/models
+    api_key          what clients have to send, None for nobody
+    cors             origins that browsers may come from; none by default
+    """
+
+    model: str
+    draft: str | None = None
+    draft_kind: str = "none"
+    api_key: str | None = None
+    cors: Sequence[str] = ()
 
 
-def _chat(body: bytes, settings: Settings) -> tuple[ChatBody | TextBody, Ask, type[Answer]]:
-    given = read(ChatBody, body)
-    return given, chat_ask(given, settings, f"chatcmpl-{uuid.uuid4().hex}"), ChatAnswer
+def make_app(backend: Backend, settings: Settings) -> Starlette:
+    """The application. It starts the backend with itself, and drains it at its end."""
+    routes = _Routes(backend, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await run_in_threadpool(backend.start)
+        yield
+        await run_in_threadpool(backend.close)
+
+    middleware = [Middleware(_Gate, settings.api_key, backend.limits.max_body)]
+    if settings.cors:
+        origins = list(settings.cors)
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"]))
+    return Starlette(
+        routes=[
+            Route("/", routes.page),
+            Route("/page.js", routes.script),
+            Route("/page.css", routes.style),
+            Route("/health", routes.health),
+            Route("/metrics", routes.metrics),
+            Route("/v1/models", routes.models),
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/completions", routes.complete, methods=["POST"]),
+        ],
+        middleware=middleware,
+        lifespan=lifespan,
+    )
 
 
-def _text(body: bytes, settings: Settings) -> tuple[ChatBody | TextBody, Ask, type[Answer]]:
-    given = read(TextBody, body)
-    return given, text_ask(given, settings, f"cmpl-{uuid.uuid4().hex}"), TextAnswer
+class _Gate:
+    """Refuses requests without the key, and bodies that are too large."""
 
-
-class _Completions:
-    """An ASGI endpoint that answers completions."""
-
-    def __init__(self, server: _Server, kind: _Kind) -> None:
-        self._server, self._kind = server, kind
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
+        self._app, self._key, self._most = app, api_key, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server, route, status = self._server, scope["path"].removeprefix("/v1"), 499
-        try:
-            body = await read_body(Request(scope, receive), server.settings)
-            given, ask, shape = self._kind(body, server.settings)
-            model = given.model or server.settings.models[0]
-            answer = shape(ask, model, server.fingerprint, given.includes_usage)
-            async with Events(server.backend, ask, receive) as events:
-                if given.stream:
-                    response: Any = EventStream(events, answer, await events.next() or ())
-                else:
-                    response = JSONResponse(await collect(events, answer))
-                status = 200
-                await response(scope, receive, send)
-        except Disconnected:
-            status = 499
-        except Refusal as refusal:
-            status = refusal.status
-            await refused(refusal)(scope, receive, send)
-        finally:
-            server.metrics.requests.labels(route, str(status)).inc()
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        is_open = scope["path"] in ("/", "/page.js", "/page.css", "/health")
+        if not (is_open or self._key is None or hmac.compare_digest(given, self._key.encode())):
+            body = error_body("a valid API key is needed", kind="authentication_error")
+            await JSONResponse(body, 401)(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._most:
+            body = error_body(f"the body may have {self._most} bytes")
+            await JSONResponse(body, 413)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
-class _Server:
-    def __init__(
-        self, backend: Backend, settings: Settings, metrics: Metrics, version: str
-    ) -> None:
-        self.backend, self.settings, self.metrics = backend, settings, metrics
-        self.fingerprint = f"mlx-rewind-{version}"
-        self._created = int(time.time())
+class _Routes:
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        self._backend, self._settings = backend, settings
+        self._metrics = WorkerMetrics(backend)
 
-    def completions(self, kind: _Kind) -> _Completions:
-        return _Completions(self, kind)
+    # -- the page and the state -----------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        return FileResponse(_PAGE / "index.html")
+
+    async def script(self, request: Request) -> Response:
+        return FileResponse(_PAGE / "page.js", media_type="text/javascript")
+
+    async def style(self, request: Request) -> Response:
+        return FileResponse(_PAGE / "page.css", media_type="text/css")
 
     async def health(self, request: Request) -> Response:
-        status = self.backend.status
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+        state = self._backend.health
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._metrics.registry), media_type="text/plain")
 
     async def models(self, request: Request) -> Response:
-        data = [self._model(name) for name in self.settings.models]
-        return JSONResponse({"object": "list", "data": data})
+        settings = self._settings
+        entry = {"id": settings.model, "object": "model", "created": 0, "owned_by": "operator"}
+        speculation = {"draft_kind": settings.draft_kind, "draft_model": settings.draft}
+        return JSONResponse({"object": "list", "data": [{**entry, "speculation": speculation}]})
 
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in self.settings.models:
-            message = "there is no such model here"
-            return refused(Refusal(404, message, "model", "model_not_found"))
-        return JSONResponse(self._model(name))
+    # -- generation -----------------------------------------------------------------------------
 
-    def _model(self, name: str) -> Mapping[str, Any]:
-        drafters = self.backend.drafters
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "mlx-rewind",
-            "draft_kind": drafters[0] if drafters else "none",
-            "drafters": list(drafters),
-            "num_draft_tokens": self.settings.num_draft_tokens,
-            "note": self.settings.note or None,
-        }
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
 
-    async def metrics_text(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
 
-    async def figures(self, request: Request) -> Response:
-        return JSONResponse(dict(self.backend.figures()))
+    async def _answer(self, request: Request, kind: type[Generation]) -> Response:
+        try:
+            asked = await self._parse(request, kind)
+            job = self._job(asked)
+            # Processors have a state of their own: one for every choice.
+            jobs = [_again(job, i) for i in range(asked.n)]
+            ready = [await run_in_threadpool(self._backend.prepare, one) for one in jobs]
+            run = _Run(self._backend, asked, job, ready, self._settings.model)
+        except RefusedError as refused:
+            kinds = {400: None, 429: "rate_limit_error"}
+            body = error_body(
+                str(refused), refused.param, kinds.get(refused.status, "server_error")
+            )
+            return JSONResponse(body, refused.status)
+        if asked.stream:
+            return StreamingResponse(run.events(), media_type="text/event-stream")
+        return await _unless_gone(request, run.whole, run.cancel)
+
+    async def _parse(self, request: Request, kind: type[Generation]) -> Generation:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._backend.limits.max_body:
+                raise RefusedError(
+                    f"the body may have {self._backend.limits.max_body} bytes", status=413
+                )
+        try:
+            return kind.model_validate_json(bytes(body))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            field = ".".join(str(part) for part in first["loc"])
+            known = "unknown or unsupported field" if first["type"] == "extra_forbidden" else None
+            raise RefusedError(
+                f"{field or 'body'}: {known or first['msg']}", param=field or None
+            ) from None
+
+    def _job(self, asked: Generation) -> Job:
+        settings, limits = self._settings, self._backend.limits
+        if asked.model not in (None, "default_model", settings.model):
+            raise RefusedError(
+                f"model: there is no {asked.model!r} here, only {settings.model!r}",
+                status=404,
+                param="model",
+            )
+        if asked.draft_model not in (None, "default_model", settings.draft):
+            raise RefusedError(
+                "draft_model: not one that the operator allowed", param="draft_model"
+            )
+        budget = limits.max_tokens if asked.budget is None else asked.budget
+        if budget > limits.max_tokens:
+            raise RefusedError(
+                f"max_tokens: at most {limits.max_tokens}, got {budget}", param="max_tokens"
+            )
+        drafting = asked.drafting
+        return Job(
+            prompt=asked.plain_messages if isinstance(asked, ChatRequest) else asked.prompt,  # type: ignore[attr-defined]
+            max_tokens=budget,
+            template=_template(asked),
+            sampling=asked.sampling,
+            top=asked.top,
+            schema=_schema(asked),
+            prediction=None if asked.prediction is None else asked.prediction.text,
+            draft=drafting.draft,
+            num_draft_tokens=drafting.num_draft_tokens,
+            acceptance=drafting.acceptance,
+        )
 
 
-def _static(name: str, kind: str) -> Callable[[Request], Any]:
-    content = (files(__package__) / "page" / (name or "index.html")).read_bytes()
+def _template(asked: Generation) -> dict[str, Any]:
+    if not isinstance(asked, ChatRequest):
+        return {}
+    for name in ("tokenize", "add_generation_prompt", "chat_template", "messages", "conversation"):
+        if name in asked.chat_template_kwargs:
+            raise RefusedError(
+                f"chat_template_kwargs: {name} cannot be set", param="chat_template_kwargs"
+            )
+    tools = asked.tools if asked.tools and asked.tool_choice != "none" else None
+    return {**asked.chat_template_kwargs, **({"tools": tools} if tools else {})}
 
-    async def serve(request: Request) -> Response:
-        return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
-    return serve
+def _schema(asked: Generation) -> dict[str, Any] | None:
+    wanted = asked.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    schema: dict[str, Any] = (wanted.json_schema or {}).get("schema", {})
+    return schema
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return refused(Refusal(error.status_code, str(error.detail)))
+def _again(job: Job, index: int) -> Job:
+    """The job of a further choice: another seed, if there is one."""
+    seed = job.sampling.get("seed")
+    if seed is None or not index:
+        return job
+    sampling = {**job.sampling, "seed": (seed + index) % 2**64}
+    return dataclasses.replace(job, sampling=sampling)
 
 
-async def _server_error(request: Request, error: Exception) -> Response:
-    return refused(Refusal(500, "the server failed"))
+async def _unless_gone(
+    request: Request, work: Callable[[], Awaitable[Response]], cancel: Callable[[], None]
+) -> Response:
+    """The answer, unless the client goes away before; then the work is cancelled."""
+
+    async def gone() -> None:
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.05)
+
+    answer, leaving = asyncio.ensure_future(work()), asyncio.ensure_future(gone())
+    done, _ = await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    if answer in done:
+        leaving.cancel()
+        return answer.result()
+    cancel()
+    answer.cancel()
+    raise ClientDisconnect
+
+
+class _Run:
+    """The choices of one request under work."""
+
+    def __init__(
+        self, backend: Backend, asked: Generation, job: Job, ready: list[Any], model: str
+    ) -> None:
+        self._backend, self._asked = backend, asked
+        is_chat = isinstance(asked, ChatRequest)
+        self._envelope = Envelope(model, is_chat)
+        markers = backend.markers if is_chat else Markers()
+        self._answers = [
+            Answer(
+                index=i,
+                is_chat=is_chat,
+                splitter=Splitter(
+                    markers,
+                    starts_reasoning=backend.starts_reasoning(job, one),
+                    has_tools="tools" in job.template,
+                ),
+                markers=markers,
+                tools=job.template.get("tools"),
+                decode=backend.decode,
+                wants_logprobs=asked.top is not None,
+            )
+            for i, one in enumerate(ready)
+        ]
+        self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._tickets: list[Any] = []
+        loop = asyncio.get_running_loop()
+        try:
+            for i, one in enumerate(ready):
+                self._tickets.append(backend.submit(one, self._sink(loop, i)))
+        except RefusedError:
+            self.cancel()
+            raise
+
+    def _sink(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable[[Piece], None]:
+        def sink(piece: Piece) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
+
+        return sink
+
+    def cancel(self) -> None:
+        for ticket in self._tickets:
+            self._backend.cancel(ticket)
+
+    async def _all(self) -> AsyncGenerator[tuple[Answer, Piece], None]:
+        """Every piece, until all choices are over. Cancels what is left when it is closed."""
+        open_choices = len(self._answers)
+        try:
+            while open_choices:
+                index, piece = await self._pieces.get()
+                open_choices -= piece.finish_reason is not None or piece.error is not None
+                yield self._answers[index], piece
+        finally:
+            if open_choices:
+                self.cancel()
+
+    async def whole(self) -> Response:
+        async with aclosing(self._all()) as pieces:
+            async for answer, piece in pieces:
+                if piece.error is not None:
+                    return _failed(piece.error)
+                for _ in answer.take(piece):
+                    pass
+        choices = [answer.whole() for answer in self._answers]
+        return JSONResponse(self._envelope.of(choices, is_chunk=False, usage=self._usage()))
+
+    async def events(self) -> AsyncIterator[str]:
+        """The chunks of a stream. The last with choices, and the one after if it is asked for,
+        have the usage."""
+        if self._envelope.is_chat:
+            for answer in self._answers:
+                first = {"delta": {"role": "assistant", "content": ""}}
+                yield self._event([answer.chunk(first)])
+        async with aclosing(self._all()) as pieces:
+            async for answer, piece in pieces:
+                if piece.error is not None:
+                    message = _message(piece.error)
+                    yield _data(error_body(message, kind="server_error"))
+                    return
+                for part in answer.take(piece):
+                    yield self._event([answer.chunk(part)])
+                if piece.finish_reason is not None:
+                    last = answer.chunk({"delta": {}}, answer.finish_reason)
+                    yield self._event([last], x_usage=usage_of([answer.usage]))  # type: ignore[list-item]
+        if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+            yield self._event([], usage=self._usage())
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        return _data(self._envelope.of(choices, is_chunk=True, **more))
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of([answer.usage for answer in self._answers if answer.usage is not None])
+
+
+def _data(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _message(error: str) -> str:
+    return "the server failed while it worked on this request" if error == "internal" else error
+
+
+def _failed(error: str) -> Response:
+    is_ours = error == "internal"
+    kind = "server_error" if is_ours else None
+    return JSONResponse(error_body(_message(error), kind=kind), 500 if is_ours else 400)

@@ -1,61 +1,57 @@
-"""What Prometheus sees. The names of the drafting counters are vLLM's."""
+"""Prometheus metrics, read off the worker's counters when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from .records import Counts
-
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+from .jobs import Totals
 
 
-class Metrics:
-    """The metrics of one server; may be used from any thread."""
+class Source(Protocol):
+    totals: Totals
+    restarts: int
 
-    content_type = CONTENT_TYPE_LATEST
+    @property
+    def load(self) -> tuple[int, int]: ...
 
-    def __init__(self) -> None:
+
+class WorkerMetrics(Collector):
+    """The metrics of one worker, in a registry of their own."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self.registry = CollectorRegistry()
-        counter, seconds = self._counter, self._seconds
-        self.requests = counter("mlx_rewind_requests", "Requests by outcome", "route", "status")
-        self.cancelled = counter("mlx_rewind_requests_cancelled", "Requests that were given up")
-        self.restarts = counter("mlx_rewind_engine_restarts", "Engines that had to be replaced")
-        self.prompt = counter("mlx_rewind_prompt_tokens", "Prompt tokens taken")
-        self.cached = counter("mlx_rewind_prompt_tokens_cached", "Of these, not read again")
-        self.tokens = counter("mlx_rewind_completion_tokens", "Tokens generated")
-        self.steps = counter("mlx_rewind_target_steps", "Forwards of the target, row by row")
-        self.first = seconds("mlx_rewind_time_to_first_token_seconds", "From request to token")
-        self.whole = seconds("mlx_rewind_request_seconds", "From request to the end")
-        self.rounds = counter("spec_decode_num_drafts", "Verifies of a draft", "kind")
-        self.drafted = counter("spec_decode_num_draft_tokens", "Draft tokens proposed", "kind")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Of these, accepted", "kind")
-        self.per_position = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "The same by place in the draft", "position"
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        totals, (running, waiting) = self._source.totals, self._source.load
+        plain = {
+            "spec_decode_num_drafts": ("Verifies with a draft", totals.rounds),
+            "spec_decode_num_draft_tokens": ("Draft tokens proposed", totals.drafted),
+            "spec_decode_num_accepted_tokens": ("Draft tokens emitted", totals.accepted),
+            "generation_tokens": ("Tokens emitted", totals.tokens),
+            "prompt_tokens": ("Prompt tokens of finished requests", totals.prompt_tokens),
+            "cached_prompt_tokens": ("Of these, found in the store", totals.cached_tokens),
+            "engine_restarts": ("Engines that failed", self._source.restarts),
+        }
+        for name, (text, value) in plain.items():
+            yield CounterMetricFamily(name, text, value=value)
+        by_position = CounterMetricFamily(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens emitted, by position in the window",
+            labels=["position"],
         )
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
-
-    def _seconds(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
-
-    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when somebody looks."""
-        Gauge(name, text, registry=self.registry).set_function(value)
-
-    def add(self, counts: Counts) -> None:
-        """Takes what one choice came to, finished or not."""
-        self.tokens.inc(counts.completion_tokens)
-        self.steps.inc(counts.steps)
-        kind = counts.draft_kind
-        self.rounds.labels(kind).inc(counts.draft_rounds)
-        self.drafted.labels(kind).inc(counts.draft_n)
-        self.accepted.labels(kind).inc(counts.draft_n_accepted)
-        for position, count in enumerate(counts.accepted_per_position):
-            self.per_position.labels(str(position)).inc(count)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+        for position, count in enumerate(totals.accepted_per_position):
+            by_position.add_metric([str(position)], count)
+        yield by_position
+        requests = CounterMetricFamily("requests", "Requests by their end", labels=["outcome"])
+        for outcome, count in totals.requests.items():
+            requests.add_metric([outcome], count)
+        yield requests
+        yield GaugeMetricFamily("requests_running", "Requests in the engine", value=running)
+        yield GaugeMetricFamily("requests_waiting", "Requests on their way to it", value=waiting)

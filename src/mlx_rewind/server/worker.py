@@ -1,8 +1,6 @@
-"""The engine thread: requests come in by a queue, events go out to their sinks.
+"""The engine on a thread of its own, fed by a queue. Answers go back through callbacks.
 
-any thread      submit, cancel ──▶ commands
-engine thread   load ─▶ take commands ─▶ step ─▶ events to sinks ─▶ ...
-                        └ an exception of the model: fail what is open, a new engine, go on
+If the engine itself fails, every request in it fails, and a new one is made for the same weights.
 """
 
 from __future__ import annotations
@@ -10,285 +8,320 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from .desk import Desk, Served
-from .guard import Guard
-from .metrics import Metrics
-from .records import Ask, Counts, Ended, Event, Failed, Refusal, Sink, Status, Ticket, Tokens
-from .settings import Settings
+from ..cache.store import PromptCacheStore
+from ..draft.auto import Auto
+from ..draft.ngram import NGram, Prediction
+from ..draft.protocol import Drafter, kind_of
+from ..engine import Engine
+from ..generate import encode
+from ..grammar import Grammar
+from ..messages import message_ends
+from ..request import Handle, Output, Request
+from ..sampling import SamplingParams
+from .jobs import Job, Limits, Piece, RefusedError, Totals, Usage
+from .reply import Markers
 
 _log = logging.getLogger("mlx_rewind.server")
 
-#: Seconds before an engine that died is started again: at first, and at most; it doubles.
-_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+Sink = Callable[[Piece], None]
 
 
 @dataclass(eq=False)
-class _Ticket:
-    """A request in the worker."""
+class Ticket:
+    """A request on its way. `sink` is called on the engine's thread."""
 
-    ask: Ask
+    request: Request
     sink: Sink
-    began: float = field(default_factory=time.monotonic)
-    left: int = 0
-    has_token: bool = False
-
-    def __post_init__(self) -> None:
-        self.left = self.ask.num_choices
-
-
-@dataclass(frozen=True)
-class _Command:
-    """Something for the engine thread to do; without a ticket, only to look up."""
-
-    ticket: _Ticket | None = None
-    is_cancel: bool = False
+    handle: Handle | None = None
 
 
 class Worker:
-    """A thread that owns an engine.
+    """Owns a model and its engine.
 
-    make        loads model and drafter; called once, on the thread
-    drafters    kinds that a request may choose, that of the others first
-
-    Sinks are called on the thread and must return at once.
+    drafter             the operator's, for every request that does not say otherwise; None for none
+    num_draft_tokens    most draft tokens per round
+    store_bytes         of the prompt-cache store; 0 for none
     """
 
     def __init__(
-        self, make: Callable[[], Served], settings: Settings, metrics: Metrics | None = None
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        drafter: Drafter | None = None,
+        num_draft_tokens: int = 4,
+        limits: Limits | None = None,
+        prefill_step_size: int = 512,
+        store_bytes: int = 1 << 30,
     ) -> None:
-        self.settings = settings
-        self.metrics = Metrics() if metrics is None else metrics
-        self._make = make
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open: set[_Ticket] = set()
-        self._rows = 0
-        self._status: Status = "loading"
-        self._is_stopped = self._is_draining = False
-        self._loaded = threading.Event()
-        self.drafters: tuple[str, ...] = ()
-        self._failure: Exception | None = None
-        self._figures: dict[str, Any] = {}
-        self._total = Counts()
+        self.limits = limits or Limits()
+        self.totals = Totals()
+        self.restarts = 0
+        self._model, self._tokenizer, self._drafter = model, tokenizer, drafter
+        self._num_draft_tokens, self._prefill_step_size = num_draft_tokens, prefill_step_size
+        self._store = None
+        if store_bytes:
+            self._store = PromptCacheStore(model, tokenizer, max_bytes=store_bytes)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._waiting = 0
+        self._closing = False
+        self._drained = threading.Event()
+        self._engine = self._new_engine()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        watch = self.metrics.watch
-        watch("mlx_rewind_requests_open", "Requests that are not through", lambda: len(self._open))
-        watch("mlx_rewind_choices_open", "Choices that are not through", lambda: self._rows)
-        watch("mlx_rewind_active_memory_bytes", "Memory in use by mlx", mx.get_active_memory)
-        watch("mlx_rewind_up", "Whether requests are taken", lambda: self.status == "ok")
 
-    # -- from any thread ------------------------------------------------------------------------
+    def _new_engine(self) -> Engine:
+        return Engine(
+            self._model,
+            self._tokenizer,
+            max_rows=self.limits.max_rows,
+            prefill_step_size=self._prefill_step_size,
+            max_draft_tokens=max(16, self._num_draft_tokens),
+            store=self._store,
+        )
+
+    # -- any thread -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread and waits until the model is loaded. Raises what loading raised."""
         self._thread.start()
-        self._loaded.wait()
-        if self._failure is not None:
-            raise self._failure
 
     @property
-    def status(self) -> Status:
-        if self._loaded.is_set() and not self._thread.is_alive():
+    def health(self) -> str:
+        """ok, draining or dead."""
+        if not self._thread.is_alive():
             return "dead"
-        return "draining" if self._is_draining and self._status == "ok" else self._status
+        return "draining" if self._closing else "ok"
 
-    def submit(self, ask: Ask, sink: Sink) -> Ticket:
-        """Queues a request. Raises `Refusal`: 503 if none is taken now, 429 if too many wait."""
-        ticket = _Ticket(ask, sink)
-        with self._lock:
-            if self.status != "ok":
-                message = f"the server is not taking requests: {self.status}"
-                raise Refusal(503, message, code=self.status, retry_after=1)
-            if self._rows + ticket.left > self.settings.max_rows + self.settings.queue_limit:
-                message = "too many requests are waiting"
-                raise Refusal(429, message, code="queue_full", retry_after=1)
-            self._rows += ticket.left
-            self._open.add(ticket)
-        self._commands.put(_Command(ticket))
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests under work or in the engine's queue, and those on their way to it."""
+        return len(self._tickets), self._waiting
+
+    @property
+    def markers(self) -> Markers:
+        t = self._tokenizer
+        think = (t.think_start, t.think_end) if t.has_thinking else None
+        tool = (t.tool_call_start, t.tool_call_end) if t.has_tool_calling else None
+        return Markers(think, tool, t.tool_parser if t.has_tool_calling else None)
+
+    def decode(self, token: int) -> str:
+        """The text of one token."""
+        text: str = self._tokenizer.decode([token])
+        return text
+
+    def starts_reasoning(self, job: Job, request: Request) -> bool:
+        """Whether the template leaves the answer inside of a reasoning block."""
+        t, prompt = self._tokenizer, list(request.prompt)
+        if not t.has_thinking or not isinstance(job.prompt, list):
+            return False
+        return bool(t.rfind_think_start(prompt) > t.rfind_think_end(prompt))
+
+    def prepare(self, job: Job) -> Request:
+        """Tokens, grammar and drafter of a job. Takes its time; not on the engine's thread.
+
+        Raises `RefusedError`.
+        """
+        if self._closing or not self._thread.is_alive():
+            raise RefusedError("the server is closing", status=503)
+        try:
+            return self._request(job)
+        except RefusedError:
+            raise
+        except (ValueError, KeyError, TypeError, ImportError) as error:
+            raise RefusedError(" ".join(str(error).split())) from error
+
+    def _request(self, job: Job) -> Request:
+        prompt = self._prompt(job)
+        if len(prompt) > self.limits.max_prompt:
+            raise RefusedError(
+                f"the prompt has {len(prompt)} tokens, this server takes {self.limits.max_prompt}"
+            )
+        processors: tuple[Any, ...] = ()
+        if job.schema is not None:
+            if job.schema:
+                grammar = Grammar.json_schema(job.schema, self._tokenizer, compact=True)
+            else:
+                grammar = Grammar.json_object(self._tokenizer, compact=True)
+            processors = (grammar.processor(),)
+        params = SamplingParams(**job.sampling, logprobs=job.top)
+        most = self._num_draft_tokens if job.num_draft_tokens is None else job.num_draft_tokens
+        return Request(
+            prompt,
+            max_tokens=min(job.max_tokens, self.limits.max_tokens),
+            drafter=self._drafter_of(job),
+            num_draft_tokens=min(most, self._engine.max_draft_tokens),
+            logits_processors=processors,
+            sampling=params,
+            acceptance=job.acceptance,  # type: ignore[arg-type]
+            boundaries=self._boundaries(job, prompt),
+        )
+
+    def _prompt(self, job: Job) -> list[int]:
+        t = self._tokenizer
+        if isinstance(job.prompt, str):
+            text: Any = job.prompt
+        elif job.prompt and isinstance(job.prompt[0], int):
+            return [int(token) for token in job.prompt]
+        elif not t.has_chat_template:
+            text = "\n".join(str(message["content"]) for message in job.prompt)  # type: ignore[index]
+        else:
+            options = {**job.template, "add_generation_prompt": True}
+            tokens: list[int] = t.apply_chat_template(list(job.prompt), **options)
+            return tokens
+        ids: Any = encode(t, text)
+        return [int(token) for token in ids]
+
+    def _boundaries(self, job: Job, prompt: list[int]) -> list[int]:
+        is_chat = isinstance(job.prompt, list) and not isinstance((job.prompt or [0])[0], int)
+        if self._store is None or not is_chat or not self._tokenizer.has_chat_template:
+            return []
+        messages: Any = job.prompt
+        return message_ends(self._tokenizer, messages, prompt, **job.template)
+
+    def _drafter_of(self, job: Job) -> Drafter | None:
+        if job.draft == "none":
+            return None
+        if job.prediction is not None:
+            ids = self._tokenizer.encode(job.prediction, add_special_tokens=False)
+            return Prediction(ids)
+        if job.draft == "ngram":
+            return NGram()
+        return self._drafter
+
+    def submit(self, request: Request, sink: Sink) -> Ticket:
+        """Hands a request to the engine. Raises `RefusedError` if the queue is full."""
+        if self._closing or not self._thread.is_alive():
+            raise RefusedError("the server is closing", status=503)
+        if len(self._tickets) + self._waiting >= self.limits.max_rows + self.limits.max_queue:
+            raise RefusedError("too many requests are waiting; try again later", status=429)
+        ticket = Ticket(request, sink)
+        self._waiting += 1
+        self._inbox.put(lambda: self._take(ticket))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request before its next round; its sink is not called again."""
-        assert isinstance(ticket, _Ticket)
-        if self._close(ticket):
-            self.metrics.cancelled.inc()
-            self._commands.put(_Command(ticket, is_cancel=True))
+        """Ends a request before its next round; without effect on one that is over."""
+        self._inbox.put(lambda: self._cancel(ticket))
 
-    def drain(self) -> None:
-        """Takes no more requests; those that were taken go on."""
-        with self._lock:
-            self._is_draining = True
+    def close(self, timeout: float = 60.0) -> None:
+        """Finishes what is under work, then ends the thread."""
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._drained.wait(timeout)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._open
-
-    def stop(self) -> None:
-        """Ends the thread; what is open fails."""
-        self._is_stopped = True
-        self._commands.put(_Command())
-        self._thread.join()
-
-    def figures(self) -> Mapping[str, Any]:
-        """What the page shows of the whole server."""
-        return {"status": self.status, "open": len(self._open), **self._figures}
-
-    # -- tickets --------------------------------------------------------------------------------
-
-    def _close(self, ticket: _Ticket) -> bool:
-        """Takes a request off the books; whether it was on them."""
-        with self._lock:
-            if ticket not in self._open:
-                return False
-            self._open.remove(ticket)
-            self._rows -= ticket.left
-            return True
-
-    def _send(self, ticket: _Ticket, events: Sequence[Event]) -> None:
-        """Hands events to a request that is still open, and closes it with its last one."""
-        with self._lock:
-            is_open = ticket in self._open
-            ended = sum(isinstance(event, Ended) for event in events)
-            if is_open:
-                ticket.left -= ended
-                self._rows -= ended
-        failed = any(isinstance(event, Failed) for event in events)
-        for event in events:
-            if isinstance(event, Ended):
-                self._count(event.counts, event.cached_tokens)
-        if not is_open:
-            return
-        if not ticket.has_token and any(isinstance(event, Tokens) for event in events):
-            ticket.has_token = True
-            self.metrics.first.observe(time.monotonic() - ticket.began)
-        if failed or not ticket.left:
-            self._close(ticket)
-            self.metrics.whole.observe(time.monotonic() - ticket.began)
-        ticket.sink(events)
-
-    def _count(self, counts: Counts, cached: int = 0) -> None:
-        self.metrics.add(counts)
-        self.metrics.cached.inc(cached)
-        total = self._total
-        self._total = replace(
-            total,
-            completion_tokens=total.completion_tokens + counts.completion_tokens,
-            draft_n=total.draft_n + counts.draft_n,
-            draft_n_accepted=total.draft_n_accepted + counts.draft_n_accepted,
-            steps=total.steps + counts.steps,
-        )
-
-    def _fail_all(self, refusal: Refusal) -> None:
-        for ticket in list(self._open):
-            self._send(ticket, [Failed(refusal)])
-
-    # -- the thread -----------------------------------------------------------------------------
+    # -- the engine's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            guard = Guard("loading")
-            with guard:
-                served = self._make()
-                desk = Desk.ready(served, self.settings)
-                self.drafters = tuple(desk.drafters)
-            if guard.error is not None:
-                self._failure = guard.error
-                return
-            self._status = "ok"
-            self._loaded.set()
-            self._keep_serving(served, desk)
-        finally:
-            self._status = "dead"
-            self._loaded.set()
-            self._fail_all(Refusal(500, "the engine has stopped", code="engine_dead"))
+        while not (self._closing and self._inbox.empty() and not self._engine.is_busy):
+            if not self._engine.is_busy and not self._closing:
+                self._inbox.get()()
+            while not self._inbox.empty():
+                self._inbox.get()()
+            outputs: list[Output] = []
+            with _Caught() as caught:
+                outputs = self._engine.step()
+            if caught.error is not None:
+                self._fail(caught.error)
+            for output in outputs:
+                self._tell(output)
+        self._drained.set()
 
-    def _keep_serving(self, served: Served, first: Desk) -> None:
-        """Serves with one engine after another until told to stop."""
-        desk: Desk | None = first
-        del first
-        pause = _PAUSE
-        while not self._is_stopped:
-            began = time.monotonic()
-            guard = Guard("the engine")
-            with guard:
-                desk = desk or Desk.ready(served, self.settings)
-                self._status = "ok"
-                self._serve(desk)
-            if guard.error is None:
-                return
-            desk = None
-            self._recover(pause)
-            pause = _PAUSE if time.monotonic() - began > 60 else min(2 * pause, _LONGEST_PAUSE)
+    def _take(self, ticket: Ticket) -> None:
+        self._waiting -= 1
+        with _Caught() as caught:
+            ticket.handle = self._engine.submit(ticket.request)
+        if ticket.handle is not None:
+            self._tickets[ticket.handle.id] = ticket
+        elif isinstance(caught.error, ValueError):
+            ticket.sink(Piece(error=" ".join(str(caught.error).split())))
+        else:
+            ticket.sink(Piece(error="internal"))
 
-    def _recover(self, pause: float) -> None:
-        """Fails what is open; the weights stay, everything else of the engine is gone."""
-        with self._lock:
-            self._status = "restarting"
-        self.metrics.restarts.inc()
-        self._fail_all(
-            Refusal(500, "the engine failed and is starting again", code="engine_failed")
+    def _cancel(self, ticket: Ticket) -> None:
+        handle = ticket.handle
+        if handle is not None and self._tickets.pop(handle.id, None) is ticket and not handle.done:
+            self._engine.cancel(handle)
+            self.totals.add(_usage(handle), "cancelled")
+
+    def _tell(self, output: Output) -> None:
+        ticket = self._tickets.get(output.handle.id)
+        if ticket is None:
+            return
+        logprob = None
+        if output.token is not None and output.logprobs is not None:
+            params = ticket.request.sampling
+            if params is not None and params.logprobs is not None:
+                logprob = float(output.logprobs[output.token].item())  # type: ignore[arg-type]
+        piece = Piece(
+            output.text,
+            output.token,
+            logprob,
+            tuple(output.top_logprobs),
+            output.from_draft,
+            output.finish_reason,
         )
+        if output.finish_reason is not None:
+            del self._tickets[output.handle.id]
+            usage = _usage(output.handle)
+            self.totals.add(usage, output.finish_reason)
+            piece = replace(piece, usage=usage)
+            if output.finish_reason == "error":
+                _log.error("a request failed: %s", output.handle.error)
+                piece = Piece(error="internal")
+        ticket.sink(piece)
+
+    def _fail(self, error: Exception) -> None:
+        """The engine failed: so do all its requests, and a new one takes over."""
+        _log.error("the engine failed and starts again", exc_info=error)
+        tickets, self._tickets = list(self._tickets.values()), {}
+        self.restarts += 1
+        self._engine = self._new_engine()
         mx.clear_cache()
-        time.sleep(pause)
+        for ticket in tickets:
+            ticket.sink(Piece(error="internal"))
 
-    def _serve(self, desk: Desk) -> None:
-        while not self._is_stopped:
-            self._take_commands(desk)
-            if not desk.engine.is_busy:
-                continue
-            for ticket, events in desk.step().items():
-                assert isinstance(ticket, _Ticket)
-                self._send(ticket, events)
-            self._figures = self._look(desk)
 
-    def _take_commands(self, desk: Desk) -> None:
-        """Does what is asked; waits for it if there is nothing else to do."""
-        command: _Command | None = None
-        if not desk.engine.is_busy:
-            command = self._commands.get()
-        while True:
-            if command is not None and command.ticket is not None:
-                self._do(desk, command.ticket, command.is_cancel)
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+class _Caught:
+    """Takes an exception of the model or of a request for later."""
 
-    def _do(self, desk: Desk, ticket: _Ticket, is_cancel: bool) -> None:
-        if is_cancel:
-            for counts in desk.open_counts(ticket):
-                self._count(counts)
-            desk.cancel(ticket)
-            return
-        if ticket not in self._open:  # gone already
-            return
-        events: list[Event] = []
-        guard = Guard(f"request {ticket.ask.id}")
-        with guard:
-            try:
-                started = desk.take(ticket)
-                self.metrics.prompt.inc(started.prompt_tokens)
-                events.append(started)
-            except Refusal as refusal:
-                events.append(Failed(refusal))
-        if guard.error is not None:
-            desk.cancel(ticket)
-            events = [Failed(Refusal(500, "the request failed", code="request_failed"))]
-        self._send(ticket, events)
+    error: Exception | None = None
 
-    def _look(self, desk: Desk) -> dict[str, Any]:
-        total = self._total
-        return {
-            "plain_seconds": desk.plain_seconds,
-            "completion_tokens": total.completion_tokens,
-            "draft_n": total.draft_n,
-            "draft_n_accepted": total.draft_n_accepted,
-            "steps": total.steps,
-        }
+    def __enter__(self) -> _Caught:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = error
+        return True
+
+
+def _usage(handle: Handle) -> Usage:
+    stats, drafter = handle.stats, handle.request.drafter
+    return Usage(
+        len(handle.request.prompt),
+        len(handle.tokens),
+        handle.cached_tokens,
+        stats.drafted,
+        stats.accepted,
+        stats.rounds,
+        kind_of(drafter),
+        stats.reason if isinstance(drafter, Auto) else "",
+        handle.exactness,
+        handle.seed,
+        tuple(stats.drafted_per_position),
+        tuple(stats.accepted_per_position),
+    )
