@@ -336,9 +336,12 @@ def test_what_is_refused_is_named(
         assert "/work" not in response.text
 
 
+JSON = {"content-type": "application/json"}
+
+
 def test_bodies_that_are_not_json_or_too_large(server: Served) -> None:
     for content, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b"x" * 70_000, 413)):
-        response = server.http.post("/v1/chat/completions", content=content)
+        response = server.http.post("/v1/chat/completions", content=content, headers=JSON)
         assert response.status_code == status
         assert response.json()["error"]["message"]
 
@@ -346,7 +349,9 @@ def test_bodies_that_are_not_json_or_too_large(server: Served) -> None:
         for _ in range(100):
             yield b" " * 1000
 
-    assert server.http.post("/v1/chat/completions", content=endless()).status_code == 413
+    assert (
+        server.http.post("/v1/chat/completions", content=endless(), headers=JSON).status_code == 413
+    )
 
 
 def test_keys_and_origins(loaded: tuple[Any, Any]) -> None:

@@ -24,6 +24,7 @@ def add_to(commands: Any) -> None:
     add("--port", type=number("port", int, 0, 65535), default=8080, help="0: any free (8080)")
     add("--api-key", help="clients must send it; needed for other addresses than loopback")
     add("--cors", action="append", default=[], help="an origin that browsers may use; repeatable")
+    add("--allow-host", action="append", default=[], help="a Host header to take; repeatable")
     add("--model-name", help="the name of the model for clients (that of --model)")
     add("--adapter-path", help="trained adapter weights")
     whole = number("a limit", int, 1)
@@ -74,6 +75,15 @@ def _serve(args: argparse.Namespace) -> None:
         draft_kind=kind_of(drafter),
         api_key=args.api_key,
         cors=args.cors,
+        hosts=_hosts(args),
     )
     print(f"mlx-rewind serve: {settings.model}, drafter {settings.draft_kind}", file=sys.stderr)
     uvicorn.run(make_app(worker, settings), host=args.host, port=args.port, log_level="info")
+
+
+def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
+    """The Host headers to take: on loopback its names and those allowed, elsewhere any or those."""
+    allowed = tuple(name.lower() for name in args.allow_host)
+    if args.host in ("127.0.0.1", "::1", "localhost"):
+        return ("127.0.0.1", "::1", "localhost", *allowed)
+    return (args.host, *allowed) if allowed else ()

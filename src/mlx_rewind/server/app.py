@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -21,9 +20,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .answers import Answer, Envelope, error_body, usage_of
+from .gate import Gate
 from .jobs import Job, Limits, Piece, RefusedError
 from .metrics import Source, WorkerMetrics
 from .protocol import ChatRequest, CompletionRequest, Generation
@@ -58,6 +57,7 @@ class Settings:
     draft_kind       the kind of drafter, for /v1/models
     api_key          what clients have to send, None for nobody
     cors             origins that browsers may come from; none by default
+    hosts            names that the Host header may have; none: any
     """
 
     model: str
@@ -65,6 +65,7 @@ class Settings:
     draft_kind: str = "none"
     api_key: str | None = None
     cors: Sequence[str] = ()
+    hosts: Sequence[str] = ()
 
 
 def make_app(backend: Backend, settings: Settings) -> Starlette:
@@ -77,7 +78,7 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         yield
         await run_in_threadpool(backend.close)
 
-    middleware = [Middleware(_Gate, settings.api_key, backend.limits.max_body)]
+    middleware = [Middleware(Gate, settings.api_key, settings.hosts, backend.limits.max_body)]
     if settings.cors:
         origins = list(settings.cors)
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"]))
@@ -95,31 +96,6 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
         middleware=middleware,
         lifespan=lifespan,
     )
-
-
-class _Gate:
-    """Refuses requests without the key, and bodies that are too large."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
-        self._app, self._key, self._most = app, api_key, max_body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        is_open = scope["path"] in ("/", "/page.js", "/page.css", "/health")
-        if not (is_open or self._key is None or hmac.compare_digest(given, self._key.encode())):
-            body = error_body("a valid API key is needed", kind="authentication_error")
-            await JSONResponse(body, 401)(scope, receive, send)
-            return
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._most:
-            body = error_body(f"the body may have {self._most} bytes")
-            await JSONResponse(body, 413)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
 
 class _Routes:
@@ -168,16 +144,18 @@ class _Routes:
             ready = [await run_in_threadpool(self._backend.prepare, one) for one in jobs]
             run = _Run(self._backend, asked, job, ready, self._settings.model)
         except RefusedError as refused:
-            kinds = {400: None, 429: "rate_limit_error"}
-            body = error_body(
-                str(refused), refused.param, kinds.get(refused.status, "server_error")
-            )
+            own = None if refused.status < 500 else "server_error"
+            kind_of_error = "rate_limit_error" if refused.status == 429 else own
+            body = error_body(str(refused), refused.param, kind_of_error)
             return JSONResponse(body, refused.status)
         if asked.stream:
             return StreamingResponse(run.events(), media_type="text/event-stream")
         return await _unless_gone(request, run.whole, run.cancel)
 
     async def _parse(self, request: Request, kind: type[Generation]) -> Generation:
+        # Pages of other origins may send any other type without asking first.
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise RefusedError("the content type must be application/json", status=415)
         body = bytearray()
         async for part in request.stream():
             body += part

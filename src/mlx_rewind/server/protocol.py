@@ -5,6 +5,7 @@ A field that is not here is refused by name. Those in `_NO_EFFECT` are taken and
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -144,7 +145,7 @@ class ChatRequest(Generation):
         for message in self.messages:
             if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
                 raise ValueError(f"messages: no role {message.get('role')!r}")
-            _text_of(message.get("content"))
+            _plain(message)
         return self
 
     @property
@@ -157,8 +158,8 @@ class ChatRequest(Generation):
 
     @property
     def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages with their content as text, for a chat template."""
-        return [{**one, "content": _text_of(one.get("content"))} for one in self.messages]
+        """The messages as chat templates take them."""
+        return [_plain(one) for one in self.messages]
 
 
 class CompletionRequest(Generation):
@@ -169,6 +170,32 @@ class CompletionRequest(Generation):
     @property
     def top(self) -> int | None:
         return self.logprobs
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content as text, and the arguments of tool calls as objects.
+
+    Raises ValueError for other content, and for arguments that are not JSON.
+    """
+    made = {**message, "content": _text_of(message.get("content"))}
+    if message.get("tool_calls") is None:
+        return made
+    try:
+        made["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            "messages: tool_calls must be a list of {'function': {'name': ..., 'arguments': JSON}}"
+        ) from None
+    return made
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    given = json.loads(arguments) if arguments.strip() else {}
+    return {**call, "function": {**function, "arguments": given}}
 
 
 def _text_of(content: Any) -> str:

@@ -9,12 +9,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from jinja2 import TemplateError
 
 from ..cache.store import PromptCacheStore
 from ..draft.auto import Auto
@@ -26,6 +28,7 @@ from ..grammar import Grammar
 from ..messages import message_ends
 from ..request import Handle, Output, Request
 from ..sampling import SamplingParams
+from ..target import Target
 from .jobs import Job, Limits, Piece, RefusedError, Totals, Usage
 from .reply import Markers
 
@@ -67,6 +70,7 @@ class Worker:
         self.restarts = 0
         self._model, self._tokenizer, self._drafter = model, tokenizer, drafter
         self._num_draft_tokens, self._prefill_step_size = num_draft_tokens, prefill_step_size
+        self._vocab_size = Target(model).vocab_size
         self._store = None
         if store_bytes:
             self._store = PromptCacheStore(model, tokenizer, max_bytes=store_bytes)
@@ -135,11 +139,17 @@ class Worker:
             return self._request(job)
         except RefusedError:
             raise
-        except (ValueError, KeyError, TypeError, ImportError) as error:
+        except (ValueError, KeyError, TypeError, ImportError, TemplateError) as error:
             raise RefusedError(" ".join(str(error).split())) from error
 
     def _request(self, job: Job) -> Request:
+        self._check(job)
         prompt = self._prompt(job)
+        if prompt and max(prompt) >= self._vocab_size:  # mlx reads whatever lies there
+            raise RefusedError(
+                f"prompt: token {max(prompt)}, the model's end at {self._vocab_size - 1}",
+                param="prompt",
+            )
         if len(prompt) > self.limits.max_prompt:
             raise RefusedError(
                 f"the prompt has {len(prompt)} tokens, this server takes {self.limits.max_prompt}"
@@ -152,17 +162,34 @@ class Worker:
                 grammar = Grammar.json_object(self._tokenizer, compact=True)
             processors = (grammar.processor(),)
         params = SamplingParams(**job.sampling, logprobs=job.top)
+        params.check_vocab(self._vocab_size)
         most = self._num_draft_tokens if job.num_draft_tokens is None else job.num_draft_tokens
         return Request(
             prompt,
             max_tokens=min(job.max_tokens, self.limits.max_tokens),
             drafter=self._drafter_of(job),
-            num_draft_tokens=min(most, self._engine.max_draft_tokens),
+            num_draft_tokens=most,
             logits_processors=processors,
             sampling=params,
             acceptance=job.acceptance,  # type: ignore[arg-type]
             boundaries=self._boundaries(job, prompt),
         )
+
+    def _check(self, job: Job) -> None:
+        """Raises `RefusedError` for what would otherwise be ignored."""
+        tools, most = bool(job.template.get("tools")), self._engine.max_draft_tokens
+        if tools and self.markers.tool is None:
+            message = "tools: the model has no tool calls that mlx-lm can read"
+            raise RefusedError(message, param="tools")
+        if tools and job.schema is not None:
+            message = "response_format: cannot be combined with tools"
+            raise RefusedError(message, param="response_format")
+        if job.prediction is not None and job.draft != "server":
+            message = f"prediction: cannot be combined with the draft {job.draft}"
+            raise RefusedError(message, param="prediction")
+        if job.num_draft_tokens is not None and job.num_draft_tokens > most:
+            message = f"num_draft_tokens: at most {most}, got {job.num_draft_tokens}"
+            raise RefusedError(message, param="num_draft_tokens")
 
     def _prompt(self, job: Job) -> list[int]:
         t = self._tokenizer
@@ -205,6 +232,8 @@ class Worker:
         ticket = Ticket(request, sink)
         self._waiting += 1
         self._inbox.put(lambda: self._take(ticket))
+        if self._drained.is_set():  # the thread ended meanwhile, and looks no more
+            self._fail_rest()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -220,6 +249,24 @@ class Worker:
     # -- the engine's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Serves until it is closed. However it ends, nobody is left waiting."""
+        try:
+            self._serve()
+        finally:
+            self._closing = True
+            self._drained.set()
+            self._fail_rest()
+
+    def _fail_rest(self) -> None:
+        """The thread is over: so are the requests in the engine, and those on their way to it."""
+        tickets, self._tickets = list(self._tickets.values()), {}
+        for ticket in tickets:
+            ticket.sink(Piece(error="internal"))
+        with suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _serve(self) -> None:
         while not (self._closing and self._inbox.empty() and not self._engine.is_busy):
             if not self._engine.is_busy and not self._closing:
                 self._inbox.get()()
@@ -232,10 +279,12 @@ class Worker:
                 self._fail(caught.error)
             for output in outputs:
                 self._tell(output)
-        self._drained.set()
 
     def _take(self, ticket: Ticket) -> None:
         self._waiting -= 1
+        if self._drained.is_set():
+            ticket.sink(Piece(error="internal"))
+            return
         with _Caught() as caught:
             ticket.handle = self._engine.submit(ticket.request)
         if ticket.handle is not None:
