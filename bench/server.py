@@ -69,7 +69,11 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.requests):
             prompt, kind = luck.choice(prompts), luck.random()
             if kind < 0.15:
-                response = client.post("/v1/completions", content=b'{"prompt": 3, "x": ')
+                response = client.post(
+                    "/v1/completions",
+                    content=b'{"prompt": 3, "x": ',
+                    headers={"content-type": "application/json"},
+                )
                 counts["refused" if response.status_code == 400 else "other"] += 1
             elif kind < 0.3:
                 body = {"prompt": prompt, "max_tokens": 200, "stream": True}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -463,6 +464,17 @@ def test_closing_finishes_what_is_under_work(loaded: tuple[Any, Any]) -> None:
             while not one.worker.load[0] and time.monotonic() < until:
                 time.sleep(0.01)
         assert waiting.result(WAIT).usage.completion_tokens > 0
+
+
+def test_the_store_survives_a_restart(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    with served(new_worker(loaded, store_folder=folder)) as one:
+        first = one.chat("A question to keep.")
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+    with served(new_worker(loaded, store_folder=folder)) as one:
+        again = one.chat("A question to keep.")
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    assert again.choices[0].message.content == first.choices[0].message.content
 
 
 def test_metrics_count_what_came(server: Served) -> None:

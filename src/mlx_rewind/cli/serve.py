@@ -36,6 +36,7 @@ def add_to(commands: Any) -> None:
     add("--prefill-step-size", type=whole, default=512, help="prompt tokens per step (512)")
     bytes_of = number("store_bytes", int, 0)
     add("--store-bytes", type=bytes_of, default=1 << 30, help="bytes of the store; 0: none (1 GiB)")
+    add("--store", help="folder that the store starts from, and is saved to at the end")
     add_draft_options(parser)
 
 
@@ -67,6 +68,7 @@ def _serve(args: argparse.Namespace) -> None:
         limits=Limits(**{name: getattr(args, name) for name in names}),
         prefill_step_size=args.prefill_step_size,
         store_bytes=args.store_bytes,
+        store_folder=args.store,
     )
     name = args.model_name or (args.model and str(args.model).rstrip("/").rsplit("/", 1)[-1])
     settings = Settings(

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +53,7 @@ class Worker:
     drafter             the operator's, for every request that does not say otherwise; None for none
     num_draft_tokens    most draft tokens per round
     store_bytes         of the prompt-cache store; 0 for none
+    store_folder        where the store is read from at the start, and saved to at the end
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Worker:
         limits: Limits | None = None,
         prefill_step_size: int = 512,
         store_bytes: int = 1 << 30,
+        store_folder: str | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.totals = Totals()
@@ -74,6 +77,10 @@ class Worker:
         self._store = None
         if store_bytes:
             self._store = PromptCacheStore(model, tokenizer, max_bytes=store_bytes)
+        self._folder = store_folder
+        if self._store is not None and store_folder is not None and Path(store_folder).exists():
+            self._store.load(store_folder)
+        self._is_failing = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._waiting = 0
@@ -99,9 +106,11 @@ class Worker:
 
     @property
     def health(self) -> str:
-        """ok, draining or dead."""
+        """ok, draining, restarting or dead."""
         if not self._thread.is_alive():
             return "dead"
+        if self._is_failing:
+            return "restarting"
         return "draining" if self._closing else "ok"
 
     @property
@@ -279,6 +288,8 @@ class Worker:
                 self._fail(caught.error)
             for output in outputs:
                 self._tell(output)
+        if self._store is not None and self._folder is not None:
+            self._store.save(self._folder)
 
     def _take(self, ticket: Ticket) -> None:
         self._waiting -= 1
@@ -331,11 +342,12 @@ class Worker:
         """The engine failed: so do all its requests, and a new one takes over."""
         _log.error("the engine failed and starts again", exc_info=error)
         tickets, self._tickets = list(self._tickets.values()), {}
-        self.restarts += 1
-        self._engine = self._new_engine()
-        mx.clear_cache()
+        self.restarts, self._is_failing = self.restarts + 1, True
         for ticket in tickets:
             ticket.sink(Piece(error="internal"))
+        self._engine = self._new_engine()
+        mx.clear_cache()
+        self._is_failing = False
 
 
 class _Caught:
