@@ -304,6 +304,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
         ({"messages": MESSAGES, "temperature": -1}, 400, "temperature"),
         ({"messages": MESSAGES, "temperature": "hot"}, 400, "temperature"),
         ({"messages": MESSAGES, "max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": MESSAGES, "max_tokens": True}, 400, "max_tokens"),
+        ({"messages": MESSAGES, "temperature": "1"}, 400, "temperature"),
         ({"messages": MESSAGES, "max_tokens": 100_000}, 400, "max_tokens"),
         ({"messages": MESSAGES, "n": 99}, 400, "n"),
         ({"messages": MESSAGES, "top_logprobs": 2}, 400, "logprobs"),
@@ -454,6 +456,17 @@ def test_a_full_queue_is_429(loaded: tuple[Any, Any]) -> None:
         )
         assert set(answers) == {200, 429}
         assert one.post(messages=MESSAGES, max_tokens=2).status_code == 200
+
+
+def test_all_requests_together_have_a_limit(loaded: tuple[Any, Any]) -> None:
+    worker = new_worker(loaded, limits=Limits(max_total_tokens=150))
+    with served(worker) as one, ThreadPoolExecutor(4) as pool:
+        assert one.post(messages=MESSAGES, max_tokens=149).status_code == 429
+        body = {"messages": MESSAGES, "max_tokens": 100, "temperature": 1.0}
+        answers = list(pool.map(lambda _: one.post(**body).status_code, range(4)))
+        assert set(answers) == {200, 429}
+        assert one.post(**body).status_code == 200  # what is over does not count
+        assert not worker._requests
 
 
 def test_closing_finishes_what_is_under_work(loaded: tuple[Any, Any]) -> None:

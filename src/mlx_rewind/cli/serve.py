@@ -32,6 +32,8 @@ def add_to(commands: Any) -> None:
     add("--max-queue", type=number("max_queue", int, 0), default=64, help="that may wait (64)")
     add("--max-tokens", type=whole, default=4096, help="most tokens of an answer (4096)")
     add("--max-prompt", type=whole, default=131072, help="most tokens of a prompt (131072)")
+    none_or = number("max_total_tokens", int, 0)
+    add("--max-total-tokens", type=none_or, default=0, help="of all requests together (0: any)")
     add("--max-body", type=whole, default=4 << 20, help="most bytes of a request (4 MiB)")
     add("--prefill-step-size", type=whole, default=512, help="prompt tokens per step (512)")
     bytes_of = number("store_bytes", int, 0)
@@ -59,7 +61,7 @@ def _serve(args: argparse.Namespace) -> None:
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
     )
     drafter = drafter_for(kind, args, model, tokenizer)
-    names = ("max_rows", "max_queue", "max_tokens", "max_prompt", "max_body")
+    names = ("max_rows", "max_queue", "max_tokens", "max_prompt", "max_body", "max_total_tokens")
     worker = Worker(
         model,
         tokenizer,

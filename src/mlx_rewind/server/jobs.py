@@ -90,6 +90,7 @@ class Limits:
     max_tokens    most tokens of an answer, and what an answer without a limit gets
     max_prompt    most tokens of a prompt
     max_body      bytes of a request
+    max_total_tokens    tokens that all requests together may come to; 0 for no limit
     """
 
     max_rows: int = 8
@@ -97,6 +98,7 @@ class Limits:
     max_tokens: int = 4096
     max_prompt: int = 131072
     max_body: int = 4 << 20
+    max_total_tokens: int = 0
 
 
 @dataclass

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=0)]
+#: A key of a JSON object is a string.
+TokenId = Annotated[int, Field(ge=0, strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -27,7 +29,7 @@ _NO_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "serv
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=False)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(_Strict):
@@ -83,7 +85,7 @@ class Generation(_Strict):
     presence_context_size: Positive = 20
     frequency_penalty: Penalty | None = None
     frequency_context_size: Positive = 20
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     min_tokens: Count = 0
     stop: str | list[str] | None = None
     n: Annotated[int, Field(ge=1, le=16)] = 1

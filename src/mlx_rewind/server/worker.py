@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +29,7 @@ from ..messages import message_ends
 from ..request import Handle, Output, Request
 from ..sampling import SamplingParams
 from ..target import Target
+from .caught import Caught
 from .jobs import Job, Limits, Piece, RefusedError, Totals, Usage
 from .reply import Markers
 
@@ -83,6 +83,7 @@ class Worker:
         self._is_failing = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
+        self._requests: dict[int, Request] = {}  # of tickets that are not over
         self._waiting = 0
         self._closing = False
         self._drained = threading.Event()
@@ -239,6 +240,10 @@ class Worker:
         if len(self._tickets) + self._waiting >= self.limits.max_rows + self.limits.max_queue:
             raise RefusedError("too many requests are waiting; try again later", status=429)
         ticket = Ticket(request, sink)
+        most, size = self.limits.max_total_tokens, _size(request)
+        if most and sum(map(_size, list(self._requests.values()))) + size > most:
+            raise RefusedError(f"all requests together may have {most} tokens", status=429)
+        self._requests[id(ticket)] = request
         self._waiting += 1
         self._inbox.put(lambda: self._take(ticket))
         if self._drained.is_set():  # the thread ended meanwhile, and looks no more
@@ -270,43 +275,51 @@ class Worker:
         """The thread is over: so are the requests in the engine, and those on their way to it."""
         tickets, self._tickets = list(self._tickets.values()), {}
         for ticket in tickets:
-            ticket.sink(Piece(error="internal"))
+            self._end(ticket, Piece(error="internal"))
         with suppress(queue.Empty):
             while True:
                 self._inbox.get_nowait()()
 
     def _serve(self) -> None:
         while not (self._closing and self._inbox.empty() and not self._engine.is_busy):
-            if not self._engine.is_busy and not self._closing:
-                self._inbox.get()()
-            while not self._inbox.empty():
-                self._inbox.get()()
-            outputs: list[Output] = []
-            with _Caught() as caught:
-                outputs = self._engine.step()
+            with Caught() as caught:
+                self._turn()
             if caught.error is not None:
                 self._fail(caught.error)
-            for output in outputs:
-                self._tell(output)
         if self._store is not None and self._folder is not None:
             self._store.save(self._folder)
+
+    def _turn(self) -> None:
+        """What has come in, then one step of the engine."""
+        if not self._engine.is_busy and not self._closing:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+        for output in self._engine.step():
+            self._tell(output)
+
+    def _end(self, ticket: Ticket, piece: Piece) -> None:
+        """The last piece of a request."""
+        self._requests.pop(id(ticket), None)
+        ticket.sink(piece)
 
     def _take(self, ticket: Ticket) -> None:
         self._waiting -= 1
         if self._drained.is_set():
-            ticket.sink(Piece(error="internal"))
+            self._end(ticket, Piece(error="internal"))
             return
-        with _Caught() as caught:
+        with Caught() as caught:
             ticket.handle = self._engine.submit(ticket.request)
         if ticket.handle is not None:
             self._tickets[ticket.handle.id] = ticket
         elif isinstance(caught.error, ValueError):
-            ticket.sink(Piece(error=" ".join(str(caught.error).split())))
+            self._end(ticket, Piece(error=" ".join(str(caught.error).split())))
         else:
-            ticket.sink(Piece(error="internal"))
+            self._end(ticket, Piece(error="internal"))
 
     def _cancel(self, ticket: Ticket) -> None:
         handle = ticket.handle
+        self._requests.pop(id(ticket), None)
         if handle is not None and self._tickets.pop(handle.id, None) is ticket and not handle.done:
             self._engine.cancel(handle)
             self.totals.add(_usage(handle), "cancelled")
@@ -336,7 +349,9 @@ class Worker:
             if output.finish_reason == "error":
                 _log.error("a request failed: %s", output.handle.error)
                 piece = Piece(error="internal")
-        ticket.sink(piece)
+            self._end(ticket, piece)
+        else:
+            ticket.sink(piece)
 
     def _fail(self, error: Exception) -> None:
         """The engine failed: so do all its requests, and a new one takes over."""
@@ -344,30 +359,15 @@ class Worker:
         tickets, self._tickets = list(self._tickets.values()), {}
         self.restarts, self._is_failing = self.restarts + 1, True
         for ticket in tickets:
-            ticket.sink(Piece(error="internal"))
+            self._end(ticket, Piece(error="internal"))
         self._engine = self._new_engine()
         mx.clear_cache()
         self._is_failing = False
 
 
-class _Caught:
-    """Takes an exception of the model or of a request for later."""
-
-    error: Exception | None = None
-
-    def __enter__(self) -> _Caught:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.error = error
-        return True
+def _size(request: Request) -> int:
+    """Tokens that a request may come to."""
+    return len(request.prompt) + request.max_tokens
 
 
 def _usage(handle: Handle) -> Usage:
