@@ -103,6 +103,7 @@ class Round:
         if self._fed is None:
             fed = [undo.seal() for undo in self._undos.values()]
             self._fed = max(fed, default=0)
+            self._rows = self._plan.rows  # an empty recurrent cache did not tell before
             self._at = self._all(self._fed)
             self._uneven = min(fed, default=0) != self._fed
             self._missed = any(undo.missed for undo in self._undos.values())
