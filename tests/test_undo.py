@@ -4,6 +4,7 @@ Keys and values are made from (position, token), so that any mix-up of entries s
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_commit_equals_never_fed(
         append(cache, more, mark=3)
         append(expected, more, mark=3)
         zoo.assert_state_equal([cache], [expected])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("first", [WINDOW - 1, WINDOW, WINDOW + 1])
+def test_single_steps_after_the_first_window_of_an_empty_cache(kind: str, first: int) -> None:
+    """A ring that was empty writes into the very array that it was given."""
+    for steps, kept in itertools.product((1, 3), (first, first - 2)):
+        cache, expected = MAKERS[kind](), MAKERS[kind]()
+        with Round(Model(kind), [cache]) as round_:
+            append(cache, [first], mark=1)
+            append(cache, [1] * steps, mark=2)
+            round_.commit(kept)
+        given = MAKERS[kind]()
+        append(given, [first], mark=1)
+        with Round(Model(kind), [expected]) as round_:
+            append(expected, [first], mark=1)
+            round_.commit(kept)
+        zoo.assert_state_equal([cache], [expected])
+        if kept == first:
+            zoo.assert_state_equal([cache], [given])
 
 
 def rest(sizes: list[int], kept: int) -> list[int]:

@@ -13,7 +13,6 @@ from ..generate import generate_step
 from .measure import Windows, active_memory
 from .models import Scripted
 
-
 #: The few small arrays of a step in flight come and go.
 _IN_FLIGHT = 1024
 

@@ -185,7 +185,8 @@ class _AppendLog:
     def see(self, keys: mx.array, values: mx.array) -> None:
         self._guard(keys.shape[2])
         start = vars(self._cache).get("start_position", 0)
-        self.appends.append(_Append(keys, values, start))
+        # Handles of our own: an empty ring keeps what it is given, and writes into it later.
+        self.appends.append(_Append(keys[...], values[...], start))
 
     def start(self) -> None:
         if WATCH in vars(self._cache):
