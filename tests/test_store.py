@@ -23,6 +23,7 @@ from mlx_rewind import (
     UnsupportedModelError,
     generate_step,
 )
+from mlx_rewind.bench.measure import active_memory
 from mlx_rewind.target import Target
 
 PROMPT = zoo.PROMPTS[2][:30]
