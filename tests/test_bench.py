@@ -238,8 +238,9 @@ def test_synthetic_models_have_the_dtype_asked_for() -> None:
 
 
 def test_memory_that_grows_is_told() -> None:
-    assert not memory.Memory((1, 2), (100, 200), (110, 260), 50).flat
-    assert memory.Memory((1, 2), (100, 200), (150, 250), 50).flat
+    plain, records = (100_000, 200_000), 50_000
+    assert memory.Memory((1, 2), plain, (150_000, 250_000), records).flat
+    assert not memory.Memory((1, 2), plain, (110_000, 260_000), records).flat
 
 
 # --- the BLAS ----------------------------------------------------------------------------------
