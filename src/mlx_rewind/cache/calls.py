@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -117,6 +117,7 @@ class _Steps:
 class Call:
     """One recorded call of a layer that writes the slots of `cache`, and the slots before it.
 
+    window          tokens that it is given
     keep_linears    whether the outputs of Linear children are handed back in a replay
     keep_states     whether its states are, where it takes the window token by token (`_Steps`,
                     `cache.recurrence`) and the window is short
@@ -129,22 +130,26 @@ class Call:
     kwargs: dict[str, Any]
     cache: Any
     before: Slots
+    window: int
     keep_linears: bool = True
     keep_states: bool = True
     is_prompt: bool = False
 
     def __post_init__(self) -> None:
-        self.window = window_of(self.args, self.kwargs)
         takes_steps = self.window > 1 and not self.is_prompt
         self._by_steps = takes_steps and "_rewind_steps" in vars(self.layer)
         self._steps, self._linears = _Steps(), _Linears(self.window)
-        given = (*self.args, *self.kwargs.values())
         self._after: list[Slots] = []
         self._states = DeltaStates() if self.keep_states and not self._by_steps else None
         self._forward = self._states.watch(self.stock) if self._states else self.stock
-        leaves = (leaf for value in given for leaf in leaves_of(value))
-        self._attends = any(stock_class(leaf) in UNDOS for leaf in leaves)
+        given = (*self.args, *self.kwargs.values())
         self._dicts = {id(value): dict(value) for value in given if isinstance(value, dict)}
+
+    @cached_property
+    def _attends(self) -> bool:
+        """Whether the layer is given attention caches."""
+        given = (*self.args, *self.kwargs.values())
+        return any(stock_class(leaf) in UNDOS for value in given for leaf in leaves_of(value))
 
     def run(self) -> Any:
         if self._by_steps:

@@ -18,14 +18,13 @@ from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from .calls import Call, OwnCall, Stock, window_of
 from .slots import (
     Slots,
     holds,
     is_recurrent,
-    leaves_of,
     note_position,
     position,
     set_slots,
@@ -62,8 +61,7 @@ def is_recorded(entry: Any) -> bool:
 
 def recorded_call(stock: Stock, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer that writes slots: onto the tape of its cache where a round is open."""
-    given = (leaf for value in (*args, *kwargs.values()) for leaf in leaves_of(value))
-    cache = next((leaf for leaf in given if is_recurrent(leaf)), None)
+    cache = _recurrent_among(*args, *kwargs.values())
     if cache is None:
         return stock(layer, *args, **kwargs)
     known = position(cache)
@@ -76,6 +74,18 @@ def recorded_call(stock: Stock, layer: nn.Module, *args: Any, **kwargs: Any) -> 
         counts = "_rewind_counts" in vars(layer)
         note_position(cache, known + counts * window_of(args, kwargs))
     return output
+
+
+def _recurrent_among(*given: Any) -> Any:
+    """The first recurrent cache among the arguments of a call."""
+    for value in given:
+        if is_recurrent(value):
+            return value
+        if isinstance(value, CacheList):
+            cache = _recurrent_among(*value.caches)
+            if cache is not None:
+                return cache
+    return None
 
 
 def record_rollback(cache: Any, num_tokens: int, fn: OwnUndo, snapshot: list[Any]) -> None:
@@ -147,6 +157,7 @@ class Tape:
             kwargs,
             self.cache,
             before,
+            window,
             keep_linears=self.replays_steps or window > 1,
             keep_states=not self.replays_steps and window > 1,
             is_prompt=self.is_prompt,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache as memoize
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from .undo import stock_class
+from .undo import stock_of
 
 #: The slots of an `ArraysCache` by index, or the attributes of a class of `OWN_CLASSES` by name.
 Slots = dict[Any, Any]
@@ -23,8 +24,13 @@ OWN_CLASSES = frozenset({"mlx_lm.models.deepseek_v41.LayerCache"})
 
 
 def is_recurrent(entry: Any) -> bool:
-    kind = stock_class(entry)
-    return kind is ArraysCache or is_own_class(kind)
+    return _is_recurrent_class(type(entry))
+
+
+@memoize
+def _is_recurrent_class(kind: type) -> bool:
+    stock = stock_of(kind)
+    return stock is ArraysCache or is_own_class(stock)
 
 
 def is_own_class(kind: type) -> bool:

@@ -33,7 +33,12 @@ WATCH = "_rewind_watch"
 
 def stock_class(cache: Any) -> type:
     """The class of a cache object, under the one that it has while it is watched."""
-    kind = type(cache)
+    return stock_of(type(cache))
+
+
+@memoize
+def stock_of(kind: type) -> type:
+    """The same for a class."""
     base: type = vars(kind).get("_rewind_base", kind)
     return base
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -159,9 +159,16 @@ def checked(proposal: Iterable[int] | mx.array | None, limit: int, vocab_size: i
         raise DraftMismatchError(
             f"the drafter proposed {len(ids)} tokens, at most {limit} were asked for"
         )
-    for token in ids:
-        if not isinstance(token, SupportsIndex) or not 0 <= operator.index(token) < vocab_size:
-            raise DraftMismatchError(
-                f"the drafter proposed token {token!r}; the target's ids are 0..{vocab_size - 1}"
-            )
-    return [operator.index(token) for token in ids]
+    return [_checked_token(token, vocab_size) for token in ids]
+
+
+def _checked_token(token: Any, vocab_size: int) -> int:
+    try:
+        index = operator.index(token)
+    except TypeError:
+        index = -1
+    if not 0 <= index < vocab_size:
+        raise DraftMismatchError(
+            f"the drafter proposed token {token!r}; the target's ids are 0..{vocab_size - 1}"
+        )
+    return index
