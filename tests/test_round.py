@@ -75,6 +75,24 @@ def test_single_token_forwards(name: str, prompt: int, hint: bool) -> None:
     check_every_count(name, prompt, [1] * 4, hint)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("prompt", [0, 1, 20])
+def test_one_token_that_is_kept_or_not(name: str, prompt: int) -> None:
+    model = zoo.build(name)
+    start = zoo.feed(model, prompt_of(prompt)) if prompt else make_prompt_cache(model)
+    expected, cache = copy.deepcopy(start), copy.deepcopy(start)
+    fed(model, KEPT[:1], expected, [1])
+    for route in ([1], [0], [0, 1], [1, 0], [1, 0, 1]):
+        with Round(model, cache, whole=True) as round_:
+            fed(model, KEPT[:1], cache, [1])
+            for kept in route:
+                round_.rewind(kept)
+                zoo.assert_state_equal(cache, expected if kept else start)
+            with pytest.raises(ValueError, match="kept must be within"):
+                round_.commit(2)
+        zoo.assert_state_equal(cache, start)
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "llama4", "qwen3_5", "lfm2"])
 @pytest.mark.parametrize("sizes", [[10], [1] * 10, [3, 1, 1, 4], [1, 4, 1]], ids=str)
 def test_wide_and_mixed_rounds(name: str, sizes: list[int]) -> None:

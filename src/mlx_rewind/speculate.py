@@ -285,8 +285,7 @@ class Decoder:
         """Verifies `draft` [B, K] after `pending` [B, 1]; nothing is read back."""
         batch = self.batch
         with mx.stream(generation_stream), ExitStack() as undo:
-            steps = None if draft.num_tokens else 1
-            verify = Round(batch.model, batch.cache, single_steps=steps, plan=self.plan)
+            verify = Round(batch.model, batch.cache, plan=self.plan, whole=not draft.num_tokens)
             undo.callback(verify.abort)
             verify.open()
             window = pending
@@ -298,7 +297,8 @@ class Decoder:
             choices = Verify(batch, output.logits, window, draft, ahead).choices()
             rechecks = draft.num_tokens and any(row.recheck for row in batch.rows)
             gaps = ties.gaps(output.logits) if rechecks else None
-            mx.async_eval(window, *(x for choice in choices if choice for x in choice.lazy))
+            lazy = [x for choice in choices if choice for x in choice.lazy]
+            mx.async_eval(window, lazy, verify.slots)
             none_yet = [0] * len(batch.rows)
             self._flights.append(Flight(draft, verify, choices, output.hidden, none_yet, gaps))
             undo.pop_all()

@@ -165,6 +165,9 @@ class Tape:
         self.calls.append(call)
         output = call.run()
         self.last = slots_of(self.cache)
+        if window > 1 and not self.replays_steps:
+            # The device starts here, while the host still builds the layers that follow.
+            mx.async_eval([slot for slot in self.last.values() if slot is not None])
         return output
 
     def record_own(self, window: int, fn: OwnUndo, before: list[Any]) -> None:
@@ -196,13 +199,56 @@ class Tape:
             call.replay(kept - before)
 
 
-class RetraceUndo(Undo):
+class SlotsUndo(Undo):
+    """The undo of a recurrent cache for one token that is kept or not: old slots and new ones."""
+
+    mechanism: ClassVar[str] = "retrace"
+
+    def __init__(self, cache: Any, single_steps: int | None = None) -> None:
+        self._cache = cache
+        self._before, self._start = slots_of(cache), position(cache)
+        self._after: Slots | None = None
+
+    def seal(self) -> int:
+        self._after = slots_of(self._cache)
+        self._fed = int(not holds(self._cache, self._before))
+        return self._fed
+
+    def rewind(self, kept: int) -> None:
+        if kept == 0:
+            set_slots(self._cache, self._before)
+        elif kept == self._fed and self._after is not None:
+            set_slots(self._cache, self._after)
+        else:
+            self._seek(kept)
+        if self._start is not None:
+            note_position(self._cache, self._start + kept)
+
+    def _seek(self, kept: int) -> None:
+        raise RuntimeError(f"one token is kept or not, got {kept}")
+
+    def rewind_rows(self, kept: Sequence[int]) -> None:
+        """Rewinds all rows to every count that one of them has, and takes each row's own."""
+        slots: dict[int, Slots] = {}
+        for count in sorted(set(kept)):
+            self.rewind(count)
+            slots[count] = slots_of(self._cache)
+        merged = slots_of(self._cache)
+        for name, slot in merged.items():
+            if slot is None:
+                continue
+            if any(slots[count][name] is None for count in kept):
+                raise ValueError("of rows without a token before, all keep some or none does")
+            rows = [slots[count][name][b : b + 1] for b, count in enumerate(kept)]
+            merged[name] = mx.concatenate(rows)
+        set_slots(self._cache, merged)
+
+
+class RetraceUndo(SlotsUndo):
     """The undo of a recurrent cache: old slots, and the layer's own forward over the kept part.
 
     With `chained` it is one of many in a row (`cache.log`), and may give up its slots.
     """
-
-    mechanism: ClassVar[str] = "retrace"
 
     def __init__(
         self,
@@ -213,10 +259,8 @@ class RetraceUndo(Undo):
         chained: bool = False,
         is_prompt: bool = False,
     ) -> None:
-        self._cache = cache
+        super().__init__(cache)
         self.tape = Tape(cache, calls_per_forward, replays_steps=chained, is_prompt=is_prompt)
-        self._before, self._start = slots_of(cache), position(cache)
-        self._after: Slots | None = None
         self._chained = chained
         self._link: tuple[Undo, int] | None = None
 
@@ -238,30 +282,10 @@ class RetraceUndo(Undo):
 
     def rewind(self, kept: int) -> None:
         self._unchain()
-        if kept == 0:
-            set_slots(self._cache, self._before)
-        elif kept == self._fed and self._after is not None:
-            set_slots(self._cache, self._after)
-        else:
-            self.tape.seek(kept)
-        if self._start is not None:
-            note_position(self._cache, self._start + kept)
+        super().rewind(kept)
 
-    def rewind_rows(self, kept: Sequence[int]) -> None:
-        """Rewinds all rows to every count that one of them has, and takes each row's own."""
-        slots: dict[int, Slots] = {}
-        for count in sorted(set(kept)):
-            self.rewind(count)
-            slots[count] = slots_of(self._cache)
-        merged = slots_of(self._cache)
-        for name, slot in merged.items():
-            if slot is None:
-                continue
-            if any(slots[count][name] is None for count in kept):
-                raise ValueError("of rows without a token before, all keep some or none does")
-            rows = [slots[count][name][b : b + 1] for b, count in enumerate(kept)]
-            merged[name] = mx.concatenate(rows)
-        set_slots(self._cache, merged)
+    def _seek(self, kept: int) -> None:
+        self.tape.seek(kept)
 
     def renew(self) -> None:
         self._after = None

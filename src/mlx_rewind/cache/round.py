@@ -27,9 +27,9 @@ from ..errors import UnsupportedCacheError, UnsupportedModelError
 from .attach import Attachment, attach
 from .members import ROWS, RowsUndo, num_rows
 from .probe import check_end, shape_of, walk
-from .retrace import LOG, RetraceUndo
+from .retrace import LOG, RetraceUndo, SlotsUndo
 from .slots import is_recurrent, position, slots_of
-from .undo import UNDOS, RingUndo, Undo, stock_class
+from .undo import UNDOS, Undo, stock_class
 
 
 class Round:
@@ -40,6 +40,8 @@ class Round:
     single_steps   optional promise that at most this many tokens follow, one per forward: rings
                    then save the slots to be overwritten instead of copying themselves
     plan           what `check` returned for this model and cache, to check many rounds once
+    whole          promise that one forward of one token follows, which is kept or not: nothing of
+                   it is recorded, and its slots are to be evaluated with its output
 
     Raises `UnsupportedCacheError` or `UnsupportedModelError` before anything is fed or changed.
     """
@@ -51,11 +53,12 @@ class Round:
         *,
         single_steps: int | None = None,
         plan: Plan | None = None,
+        whole: bool = False,
     ) -> None:
         self._plan = plan or check(model, cache)
-        if single_steps is None:
+        self._whole, self._single_steps = whole, 1 if whole else single_steps
+        if self._single_steps is None:
             self._plan.check_windows()
-        self._single_steps = single_steps
         self._undos: dict[str, Undo] = {}
         self._fed: int | None = None
         self._rows = self._plan.rows
@@ -84,15 +87,14 @@ class Round:
             undos = self._undos.values()
             for undo in undos:
                 undo.start()
-            saved = [x for undo in undos if isinstance(undo, RingUndo) for x in undo.saved]
-            if saved:
-                mx.async_eval(saved)
+            mx.async_eval([x for undo in undos for x in undo.saved])
             stack.pop_all()
         return self
 
     def _undo(self, label: str, entry: Any) -> Undo:
-        if label in self._plan.calls:
-            return RetraceUndo(entry, calls_per_forward=self._plan.calls[label])
+        calls = self._plan.calls.get(label)
+        if calls is not None:
+            return SlotsUndo(entry) if self._whole else RetraceUndo(entry, calls_per_forward=calls)
         if isinstance(entry, ROWS):
             return RowsUndo(entry)
         return UNDOS[stock_class(entry)](entry, self._single_steps)
@@ -166,11 +168,10 @@ class Round:
     def _move(self, kept: tuple[int, ...]) -> None:
         moved = False
         try:
-            given = self._plan.siblings
-            for label, siblings in given.items():
+            for label, siblings in self._plan.siblings.items():
                 self._retrace(label, siblings, kept)
             for label, undo in self._undos.items():
-                if label not in given:
+                if label not in self._plan.siblings:
                     _rewind(undo, kept)
             self._at = kept
             self._marks = self._where()
@@ -184,11 +185,10 @@ class Round:
     def _retrace(self, label: str, siblings: list[str], counts: tuple[int, ...]) -> None:
         """Rewinds a recurrent cache whose layer is given attention caches too: as they were."""
         undo, kept = self._undos[label], counts[0]
-        assert isinstance(undo, RetraceUndo)
         if len(set(counts)) > 1:
             raise RuntimeError("a layer with recurrent and attention caches keeps rows together")
         if kept:
-            _, before = undo.tape.forward_of(kept)
+            before = undo.tape.forward_of(kept)[1] if isinstance(undo, RetraceUndo) else 0
             for sibling in siblings:
                 self._undos[sibling].rewind(before)
         undo.rewind(kept)
@@ -196,6 +196,13 @@ class Round:
     @property
     def is_open(self) -> bool:
         return self._open
+
+    @property
+    def slots(self) -> list[mx.array]:
+        """What recurrent caches hold."""
+        recurrent = (entry for label, entry in self._plan.leaves if label in self._plan.calls)
+        values = (value for entry in recurrent for value in slots_of(entry).values())
+        return [value for value in values if isinstance(value, mx.array)]
 
     def _where(self) -> list[Any]:
         """Slots and offsets, which tell whether a cache was touched since."""

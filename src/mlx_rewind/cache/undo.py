@@ -75,6 +75,9 @@ class Undo(ABC):
     #: Whether the cache was written by something that was not recorded; known once sealed.
     missed: bool = False
 
+    #: Copies of what a forward overwrites, to be computed before it runs.
+    saved: Sequence[mx.array] = ()
+
     @abstractmethod
     def __init__(self, cache: Any, single_steps: int | None = None) -> None: ...
 
@@ -296,7 +299,6 @@ class RingUndo(_ReplayUndo):
     def _hold(self, single_steps: int | None) -> None:
         ring = self._cache
         self._steps = single_steps if self._fits(single_steps) else None
-        self.saved: list[mx.array] = []
         if self._steps is not None:
             self._save_slots(self._steps)
         elif self._link is None and ring.keys is not None:
