@@ -12,7 +12,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import zoo
 from mlx_rewind import DraftModel, NGram, UnsupportedCacheError, generate_step
-from mlx_rewind.target import exactness
+from mlx_rewind.engine import Engine
+from mlx_rewind.request import Request
+from mlx_rewind.target import Target, exactness
 
 FAMILIES = zoo.FAMILIES
 PLANS: dict[str, list[int | None]] = {
@@ -172,6 +174,19 @@ def test_bad_options_are_refused_at_the_call() -> None:
     for prompt, message in (([], "empty"), ([3, -1], "negative"), ([[1, 2]], "flat")):
         with pytest.raises(ValueError, match=message):
             generate_step(prompt, model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_that_the_model_lacks_are_refused(name: str) -> None:
+    """mlx reads beyond the embedding on the CPU; far beyond, the process ends."""
+    model = zoo.build(name)
+    end = Target(model).token_end
+    assert end >= Target(model).vocab_size > max(zoo.PROMPTS[1])
+    for token in (end, 10**9):
+        with pytest.raises(ValueError, match=rf"token {token}, .* ids are 0\.\.{end - 1}"):
+            generate_step([1, token], model)
+        with pytest.raises(ValueError, match="ids are"):
+            Engine(model).submit(Request([token, 1]))
 
 
 def test_a_drafter_may_do_what_it_likes_with_its_list() -> None:

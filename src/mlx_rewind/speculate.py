@@ -73,6 +73,8 @@ class Decoder:
         if quantize:
             check_quantizable(batch.model, batch.cache, *quantize[1:])
         self.target = Target(batch.model)
+        for row in batch.rows:
+            self.target.check_tokens(row.tokens)
         self.batch = batch
         self._quantize_at = quantize
         self._flights: list[Flight] = []  # the current one, and the one launched ahead of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -123,6 +123,23 @@ class Target:
         """Entries of the logits. Read off a forward that stays lazy."""
         logits = self.model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(self.model))
         return int(logits.shape[-1])
+
+    @functools.cached_property
+    def token_end(self) -> int:
+        """The first id that the embedding does not have."""
+        try:
+            trunk = Trunk.of(self.model)
+        except UnsupportedModelError:
+            return self.vocab_size
+        return int(trunk.inner(self.model)[trunk.embedding].weight.shape[0])
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises ValueError for an id that the model lacks; mlx would read whatever lies there."""
+        if max(tokens) >= self.token_end:
+            raise ValueError(
+                f"the prompt has token {max(tokens)}, the model's ids are 0..{self.token_end - 1}: "
+                "encode it with the model's own tokenizer"
+            )
 
 
 class _Tap:

@@ -165,7 +165,7 @@ class Tape:
         self.calls.append(call)
         output = call.run()
         self.last = slots_of(self.cache)
-        if window > 1 and not self.replays_steps:
+        if not self.replays_steps:
             # The device starts here, while the host still builds the layers that follow.
             mx.async_eval([slot for slot in self.last.values() if slot is not None])
         return output

@@ -24,7 +24,8 @@ OWN_CLASSES = frozenset({"mlx_lm.models.deepseek_v41.LayerCache"})
 
 
 def is_recurrent(entry: Any) -> bool:
-    return _is_recurrent_class(type(entry))
+    kind: Any = type(entry)
+    return _is_recurrent_class(kind)
 
 
 @memoize

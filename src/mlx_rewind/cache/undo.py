@@ -33,7 +33,8 @@ WATCH = "_rewind_watch"
 
 def stock_class(cache: Any) -> type:
     """The class of a cache object, under the one that it has while it is watched."""
-    return stock_of(type(cache))
+    kind: Any = type(cache)
+    return stock_of(kind)
 
 
 @memoize

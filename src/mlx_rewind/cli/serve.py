@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from typing import Any
 
 from ..draft.protocol import kind_of
@@ -35,6 +36,7 @@ def add_to(commands: Any) -> None:
     none_or = number("max_total_tokens", int, 0)
     add("--max-total-tokens", type=none_or, default=0, help="of all requests together (0: any)")
     add("--max-body", type=whole, default=4 << 20, help="most bytes of a request (4 MiB)")
+    add("--max-schema", type=whole, default=64 << 10, help="most bytes of a JSON schema (64 KiB)")
     add("--prefill-step-size", type=whole, default=512, help="prompt tokens per step (512)")
     bytes_of = number("store_bytes", int, 0)
     add("--store-bytes", type=bytes_of, default=1 << 30, help="bytes of the store; 0: none (1 GiB)")
@@ -44,10 +46,9 @@ def add_to(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> None:
     try:
-        import uvicorn
-
         from ..server.app import Settings, make_app
         from ..server.jobs import Limits
+        from ..server.run import run
         from ..server.worker import Worker
     except ImportError as missing:
         raise ImportError(f"serve needs the extra `server`: {missing}") from missing
@@ -61,7 +62,7 @@ def _serve(args: argparse.Namespace) -> None:
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
     )
     drafter = drafter_for(kind, args, model, tokenizer)
-    names = ("max_rows", "max_queue", "max_tokens", "max_prompt", "max_body", "max_total_tokens")
+    names = [limit.name for limit in fields(Limits)]
     worker = Worker(
         model,
         tokenizer,
@@ -82,7 +83,7 @@ def _serve(args: argparse.Namespace) -> None:
         hosts=_hosts(args),
     )
     print(f"mlx-rewind serve: {settings.model}, drafter {settings.draft_kind}", file=sys.stderr)
-    uvicorn.run(make_app(worker, settings), host=args.host, port=args.port, log_level="info")
+    run(make_app(worker, settings), worker, args.host, args.port)
 
 
 def _hosts(args: argparse.Namespace) -> tuple[str, ...]:

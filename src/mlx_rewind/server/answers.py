@@ -12,17 +12,18 @@ from .jobs import Piece, Usage
 from .reply import Markers, Splitter, tool_calls
 
 
-def usage_of(usages: list[Usage]) -> dict[str, Any]:
-    """The counts of all answers to one request, of which the prompt is counted once."""
-    first = usages[0]
+def usage_of(usages: list[Usage], n: int = 1) -> dict[str, Any]:
+    """The counts of all answers to one request; each prompt, which has n of them, counts once."""
+    first, firsts = usages[0], usages[::n]
+    prompt = sum(usage.prompt_tokens for usage in firsts)
     accepted = sum(usage.accepted for usage in usages)
     drafted = sum(usage.drafted for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     return {
-        "prompt_tokens": first.prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "total_tokens": first.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,

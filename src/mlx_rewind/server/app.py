@@ -67,6 +67,13 @@ class Settings:
     cors: Sequence[str] = ()
     hosts: Sequence[str] = ()
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The model in OpenAI's form, and how it drafts."""
+        speculation = {"draft_kind": self.draft_kind, "draft_model": self.draft}
+        entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "operator"}
+        return {**entry, "speculation": speculation}
+
 
 def make_app(backend: Backend, settings: Settings) -> Starlette:
     """The application. It starts the backend with itself, and drains it at its end."""
@@ -90,6 +97,7 @@ def make_app(backend: Backend, settings: Settings) -> Starlette:
             Route("/health", routes.health),
             Route("/metrics", routes.metrics),
             Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
             Route("/v1/completions", routes.complete, methods=["POST"]),
         ],
@@ -122,10 +130,17 @@ class _Routes:
         return Response(generate_latest(self._metrics.registry), media_type="text/plain")
 
     async def models(self, request: Request) -> Response:
-        settings = self._settings
-        entry = {"id": settings.model, "object": "model", "created": 0, "owned_by": "operator"}
-        speculation = {"draft_kind": settings.draft_kind, "draft_model": settings.draft}
-        return JSONResponse({"object": "list", "data": [{**entry, "speculation": speculation}]})
+        return JSONResponse({"object": "list", "data": [self._settings.entry]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in ("default_model", self._settings.model):
+            return _refused(self._no_model(name))
+        return JSONResponse(self._settings.entry)
+
+    def _no_model(self, name: str) -> RefusedError:
+        message = f"model: there is no {name!r} here, only {self._settings.model!r}"
+        return RefusedError(message, status=404, param="model")
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -138,16 +153,12 @@ class _Routes:
     async def _answer(self, request: Request, kind: type[Generation]) -> Response:
         try:
             asked = await self._parse(request, kind)
-            job = self._job(asked)
             # Processors have a state of their own: one for every choice.
-            jobs = [_again(job, i) for i in range(asked.n)]
+            jobs = self._jobs(asked)
             ready = [await run_in_threadpool(self._backend.prepare, one) for one in jobs]
-            run = _Run(self._backend, asked, job, ready, self._settings.model)
+            run = _Run(self._backend, asked, jobs, ready, self._settings.model)
         except RefusedError as refused:
-            own = None if refused.status < 500 else "server_error"
-            kind_of_error = "rate_limit_error" if refused.status == 429 else own
-            body = error_body(str(refused), refused.param, kind_of_error)
-            return JSONResponse(body, refused.status)
+            return _refused(refused)
         if asked.stream:
             return StreamingResponse(run.events(), media_type="text/event-stream")
         return await _unless_gone(request, run.whole, run.cancel)
@@ -173,14 +184,11 @@ class _Routes:
                 f"{field or 'body'}: {known or first['msg']}", param=field or None
             ) from None
 
-    def _job(self, asked: Generation) -> Job:
+    def _jobs(self, asked: Generation) -> list[Job]:
+        """One for every choice: prompt by prompt, n times each."""
         settings, limits = self._settings, self._backend.limits
         if asked.model not in (None, "default_model", settings.model):
-            raise RefusedError(
-                f"model: there is no {asked.model!r} here, only {settings.model!r}",
-                status=404,
-                param="model",
-            )
+            raise self._no_model(asked.model)
         if asked.draft_model not in (None, "default_model", settings.draft):
             raise RefusedError(
                 "draft_model: not one that the operator allowed", param="draft_model"
@@ -191,18 +199,21 @@ class _Routes:
                 f"max_tokens: at most {limits.max_tokens}, got {budget}", param="max_tokens"
             )
         drafting = asked.drafting
-        return Job(
-            prompt=asked.plain_messages if isinstance(asked, ChatRequest) else asked.prompt,  # type: ignore[attr-defined]
+        prompts = asked.prompts
+        job = Job(
+            prompt=prompts[0],
             max_tokens=budget,
             template=_template(asked),
             sampling=asked.sampling,
             top=asked.top,
-            schema=_schema(asked),
+            schema=_schema(asked, limits.max_schema),
             prediction=None if asked.prediction is None else asked.prediction.text,
             draft=drafting.draft,
             num_draft_tokens=drafting.num_draft_tokens,
             acceptance=drafting.acceptance,
         )
+        jobs = [dataclasses.replace(job, prompt=prompt) for prompt in prompts]
+        return [_again(one, i) for one in jobs for i in range(asked.n)]
 
 
 def _template(asked: Generation) -> dict[str, Any]:
@@ -217,11 +228,15 @@ def _template(asked: Generation) -> dict[str, Any]:
     return {**asked.chat_template_kwargs, **({"tools": tools} if tools else {})}
 
 
-def _schema(asked: Generation) -> dict[str, Any] | None:
+def _schema(asked: Generation, most: int) -> dict[str, Any] | None:
     wanted = asked.response_format
     if wanted is None or wanted.type == "text":
         return None
     schema: dict[str, Any] = (wanted.json_schema or {}).get("schema", {})
+    size = len(json.dumps(schema))
+    if size > most:
+        message = f"response_format: the schema has {size} bytes, this server takes {most}"
+        raise RefusedError(message, param="response_format")
     return schema
 
 
@@ -257,19 +272,21 @@ class _Run:
     """The choices of one request under work."""
 
     def __init__(
-        self, backend: Backend, asked: Generation, job: Job, ready: list[Any], model: str
+        self, backend: Backend, asked: Generation, jobs: list[Job], ready: list[Any], model: str
     ) -> None:
         self._backend, self._asked = backend, asked
         is_chat = isinstance(asked, ChatRequest)
         self._envelope = Envelope(model, is_chat)
-        markers = backend.markers if is_chat else Markers()
+        # What a schema binds is the answer, whatever the template begins and its strings contain.
+        is_free = is_chat and jobs[0].schema is None
+        markers = backend.markers if is_free else Markers()
         self._answers = [
             Answer(
                 index=i,
                 is_chat=is_chat,
                 splitter=Splitter(
                     markers,
-                    starts_reasoning=backend.starts_reasoning(job, one),
+                    starts_reasoning=is_free and backend.starts_reasoning(job, one),
                     has_tools="tools" in job.template,
                 ),
                 markers=markers,
@@ -277,7 +294,7 @@ class _Run:
                 decode=backend.decode,
                 wants_logprobs=asked.top is not None,
             )
-            for i, one in enumerate(ready)
+            for i, (job, one) in enumerate(zip(jobs, ready, strict=True))
         ]
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         self._tickets: list[Any] = []
@@ -348,11 +365,18 @@ class _Run:
         return _data(self._envelope.of(choices, is_chunk=True, **more))
 
     def _usage(self) -> dict[str, Any]:
-        return usage_of([answer.usage for answer in self._answers if answer.usage is not None])
+        usages = [answer.usage for answer in self._answers if answer.usage is not None]
+        return usage_of(usages, self._asked.n)
 
 
 def _data(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _refused(refused: RefusedError) -> Response:
+    own = None if refused.status < 500 else "server_error"
+    kind = "rate_limit_error" if refused.status == 429 else own
+    return JSONResponse(error_body(str(refused), refused.param, kind), refused.status)
 
 
 def _message(error: str) -> str:

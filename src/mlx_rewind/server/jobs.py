@@ -90,6 +90,7 @@ class Limits:
     max_tokens    most tokens of an answer, and what an answer without a limit gets
     max_prompt    most tokens of a prompt
     max_body      bytes of a request
+    max_schema    bytes of a JSON schema
     max_total_tokens    tokens that all requests together may come to; 0 for no limit
     """
 
@@ -98,6 +99,7 @@ class Limits:
     max_tokens: int = 4096
     max_prompt: int = 131072
     max_body: int = 4 << 20
+    max_schema: int = 64 << 10
     max_total_tokens: int = 0
 
 

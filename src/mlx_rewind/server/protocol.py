@@ -24,6 +24,15 @@ SAMPLING = (
     *("presence_context_size", "frequency_penalty", "frequency_context_size"),
     *("logit_bias", "min_tokens", "stop"),
 )
+#: A text, or token ids.
+Prompt = str | Annotated[list[Count], Field(min_length=1)]
+#: Answers that one request may ask for, all of its prompts together.
+MOST_CHOICES = 64
+#: What messages may have beside their content; the last ones change no token.
+_MESSAGE = {
+    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"),
+    *("annotations", "refusal", "id"),
+}
 #: Names that say something to other servers and change no token.
 _NO_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store"}
 
@@ -122,6 +131,11 @@ class Generation(_Strict):
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def prompts(self) -> list[Any]:
+        """What to answer: a text, token ids, or messages as chat templates take them."""
+        raise NotImplementedError
+
+    @property
     def budget(self) -> int | None:
         return self.max_tokens
 
@@ -147,6 +161,9 @@ class ChatRequest(Generation):
         for message in self.messages:
             if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
                 raise ValueError(f"messages: no role {message.get('role')!r}")
+            unknown = [k for k, v in message.items() if k not in _MESSAGE and v is not None]
+            if unknown:
+                raise ValueError(f"messages: unknown or unsupported field {unknown[0]!r}")
             _plain(message)
         return self
 
@@ -159,15 +176,26 @@ class ChatRequest(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them."""
-        return [_plain(one) for one in self.messages]
+    def prompts(self) -> list[Any]:
+        return [[_plain(one) for one in self.messages]]
 
 
 class CompletionRequest(Generation):
-    prompt: str | Annotated[list[Count], Field(min_length=1)]
+    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] = False
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts or token ids, one or more."""
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if is_list else [self.prompt]
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> CompletionRequest:
+        if len(self.prompts) * self.n > MOST_CHOICES:
+            raise ValueError(f"prompt: at most {MOST_CHOICES} answers (prompts times n)")
+        return self
 
     @property
     def top(self) -> int | None:

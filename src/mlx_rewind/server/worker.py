@@ -73,7 +73,7 @@ class Worker:
         self.restarts = 0
         self._model, self._tokenizer, self._drafter = model, tokenizer, drafter
         self._num_draft_tokens, self._prefill_step_size = num_draft_tokens, prefill_step_size
-        self._vocab_size = Target(model).vocab_size
+        self._target = Target(model)
         self._store = None
         if store_bytes:
             self._store = PromptCacheStore(model, tokenizer, max_bytes=store_bytes)
@@ -155,11 +155,10 @@ class Worker:
     def _request(self, job: Job) -> Request:
         self._check(job)
         prompt = self._prompt(job)
-        if prompt and max(prompt) >= self._vocab_size:  # mlx reads whatever lies there
-            raise RefusedError(
-                f"prompt: token {max(prompt)}, the model's end at {self._vocab_size - 1}",
-                param="prompt",
-            )
+        try:
+            self._target.check_tokens(prompt or [0])
+        except ValueError as error:
+            raise RefusedError(str(error), param="prompt") from error
         if len(prompt) > self.limits.max_prompt:
             raise RefusedError(
                 f"the prompt has {len(prompt)} tokens, this server takes {self.limits.max_prompt}"
@@ -172,7 +171,7 @@ class Worker:
                 grammar = Grammar.json_object(self._tokenizer, compact=True)
             processors = (grammar.processor(),)
         params = SamplingParams(**job.sampling, logprobs=job.top)
-        params.check_vocab(self._vocab_size)
+        params.check_vocab(self._target.vocab_size)
         most = self._num_draft_tokens if job.num_draft_tokens is None else job.num_draft_tokens
         return Request(
             prompt,
