@@ -526,6 +526,20 @@ def test_auto_is_told(loaded: tuple[Any, Any]) -> None:
         assert usage.draft_reason
 
 
+def test_metrics_tell_what_auto_does(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    always = Auto(load_mtp(None, model), costs=Costs(fixed=0.0))
+    never = Auto(load_mtp(None, model), costs=Costs(fixed=9.0))
+    for drafter, choice in ((always, "drafting by mtp"), (never, "stopped")):
+        with served(Worker(model, tokenizer, drafter=drafter)) as one:
+            stream = one.chat(stream=True, max_tokens=400, extra_body={"min_tokens": 400})
+            wanted = f'auto_requests{{choice="{choice}"}} 1.0'
+            assert any(wanted in one.http.get("/metrics").text for _ in stream)
+            for _ in stream:
+                pass
+            assert "auto_requests{" not in one.http.get("/metrics").text
+
+
 # --- reasoning and tools ---------------------------------------------------------------------
 
 MARKERS = Markers(

@@ -333,6 +333,13 @@ def note_round(sessions: Sequence[AutoSession], rows: int, longest: int, seconds
         sessions[0].auto.costs.note(next(iter(kinds), None), rows, longest, seconds)
 
 
+def choice_of(reason: str) -> str:
+    """What a row does, without the figures in `reason`, for counting rows that do the same."""
+    said = reason.partition(":")[0]
+    _, drafts, kind = said.partition(" by ")
+    return f"drafting by {kind}" if drafts else said or "not started"
+
+
 def parts(drafter: Drafter | Proposer | None) -> Sequence[Drafter | Proposer]:
     """The drafters that a drafter is made of: those of an `Auto`, itself, or none."""
     if isinstance(drafter, Auto):

@@ -18,6 +18,8 @@ class Source(Protocol):
 
     @property
     def load(self) -> tuple[int, int]: ...
+    @property
+    def choices(self) -> dict[str, int]: ...
 
 
 class WorkerMetrics(Collector):
@@ -53,5 +55,11 @@ class WorkerMetrics(Collector):
         for outcome, count in totals.requests.items():
             requests.add_metric([outcome], count)
         yield requests
+        choices = GaugeMetricFamily(
+            "auto_requests", "Requests in the engine, by what auto does", labels=["choice"]
+        )
+        for choice, count in self._source.choices.items():
+            choices.add_metric([choice], count)
+        yield choices
         yield GaugeMetricFamily("requests_running", "Requests in the engine", value=running)
         yield GaugeMetricFamily("requests_waiting", "Requests on their way to it", value=waiting)

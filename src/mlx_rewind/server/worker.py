@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import mlx.nn as nn
 from jinja2 import TemplateError
 
 from ..cache.store import PromptCacheStore
-from ..draft.auto import Auto
+from ..draft.auto import Auto, choice_of
 from ..draft.ngram import NGram, Prediction
 from ..draft.protocol import Drafter, kind_of
 from ..engine import Engine
@@ -118,6 +119,13 @@ class Worker:
     def load(self) -> tuple[int, int]:
         """Requests under work or in the engine's queue, and those on their way to it."""
         return len(self._tickets), self._waiting
+
+    @property
+    def choices(self) -> dict[str, int]:
+        """Requests under work that choose their drafts, by what they do now."""
+        under_work = [ticket for ticket in list(self._tickets.values()) if ticket.handle]
+        choosing = [one for one in under_work if isinstance(one.request.drafter, Auto)]
+        return Counter(choice_of(one.handle.stats.reason) for one in choosing if one.handle)
 
     @property
     def markers(self) -> Markers:
