@@ -86,16 +86,33 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
                 counts["right" if right else "wrong"] += 1
 
     with running(OURS) as client, ThreadPoolExecutor(args.clients) as pool:
+        ask(client, prompts[0])
+        before = settled(client)
         list(pool.map(lambda number: client_of(number, client), range(args.clients)))
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            lines = client.get("/metrics").text.splitlines()
-            rows = [line for line in lines if line.startswith("requests_running ")]
-            if rows[0].endswith(" 0.0"):
-                break
-            time.sleep(0.1)
+        after = settled(client)
         health = client.get("/health").status_code
-    return {**counts, "rows_left": float(rows[0].split()[-1]), "health": health}
+    left = {
+        "rows_left": after["requests_running"],
+        "bytes_left": of_requests(after) - of_requests(before),
+    }
+    return {**counts, **left, "health": health}
+
+
+def settled(client: httpx.Client) -> dict[str, float]:
+    """The metrics once no request is under work, or after 20 seconds."""
+    until = time.monotonic() + 20
+    while True:
+        lines = client.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        values = {name: float(value) for name, value in pairs}
+        if not values["requests_running"] or time.monotonic() > until:
+            return values
+        time.sleep(0.1)
+
+
+def of_requests(values: dict[str, float]) -> float:
+    """Bytes in use that the store does not count."""
+    return values["active_memory_bytes"] - values["prompt_cache_bytes"]
 
 
 def throughput(command: list[str], args: argparse.Namespace) -> float:

@@ -504,6 +504,10 @@ def test_metrics_count_what_came(server: Served) -> None:
         "generation_tokens_total": usage.completion_tokens,
     }.items():
         assert after[name] - before.get(name, 0) == count
+    assert after["active_memory_bytes"] > after["prompt_cache_bytes"] > 0
+    assert after["prompt_cache_entries"] > 0
+    server.chat()
+    assert values()["prompt_cache_hits_total"] > before["prompt_cache_hits_total"]
     positions = [value for name, value in after.items() if "per_pos" in name]
     assert sum(positions) == after["spec_decode_num_accepted_tokens_total"]
 

@@ -103,6 +103,17 @@ class Limits:
     max_total_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in use by arrays, of which the store has some; its entries, hits and evictions."""
+
+    active: int
+    store: int = 0
+    entries: int = 0
+    hits: int = 0
+    evictions: int = 0
+
+
 @dataclass
 class Totals:
     """Counters since the start, for metrics."""

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .jobs import Totals
+from .jobs import Memory, Totals
 
 
 class Source(Protocol):
@@ -20,6 +20,8 @@ class Source(Protocol):
     def load(self) -> tuple[int, int]: ...
     @property
     def choices(self) -> dict[str, int]: ...
+    @property
+    def memory(self) -> Memory: ...
 
 
 class WorkerMetrics(Collector):
@@ -32,6 +34,7 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         totals, (running, waiting) = self._source.totals, self._source.load
+        memory = self._source.memory
         plain = {
             "spec_decode_num_drafts": ("Verifies with a draft", totals.rounds),
             "spec_decode_num_draft_tokens": ("Draft tokens proposed", totals.drafted),
@@ -40,6 +43,8 @@ class WorkerMetrics(Collector):
             "prompt_tokens": ("Prompt tokens of finished requests", totals.prompt_tokens),
             "cached_prompt_tokens": ("Of these, found in the store", totals.cached_tokens),
             "engine_restarts": ("Engines that failed", self._source.restarts),
+            "prompt_cache_hits": ("Prompts that the store knew a beginning of", memory.hits),
+            "prompt_cache_evictions": ("Entries that the store let go", memory.evictions),
         }
         for name, (text, value) in plain.items():
             yield CounterMetricFamily(name, text, value=value)
@@ -61,5 +66,12 @@ class WorkerMetrics(Collector):
         for choice, count in self._source.choices.items():
             choices.add_metric([choice], count)
         yield choices
-        yield GaugeMetricFamily("requests_running", "Requests in the engine", value=running)
-        yield GaugeMetricFamily("requests_waiting", "Requests on their way to it", value=waiting)
+        gauges = {
+            "requests_running": ("Requests in the engine", running),
+            "requests_waiting": ("Requests on their way to it", waiting),
+            "active_memory_bytes": ("Bytes of arrays in use", memory.active),
+            "prompt_cache_bytes": ("Of these, the store's", memory.store),
+            "prompt_cache_entries": ("Entries of the store", memory.entries),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)

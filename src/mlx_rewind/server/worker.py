@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,9 +19,8 @@ import mlx.nn as nn
 from jinja2 import TemplateError
 
 from ..cache.store import PromptCacheStore
-from ..draft.auto import Auto, choice_of
 from ..draft.ngram import NGram, Prediction
-from ..draft.protocol import Drafter, kind_of
+from ..draft.protocol import Drafter
 from ..engine import Engine
 from ..generate import encode
 from ..grammar import Grammar
@@ -30,8 +28,9 @@ from ..messages import message_ends
 from ..request import Handle, Output, Request
 from ..sampling import SamplingParams
 from ..target import Target
+from . import counts
 from .caught import Caught
-from .jobs import Job, Limits, Piece, RefusedError, Totals, Usage
+from .jobs import Job, Limits, Memory, Piece, RefusedError, Totals
 from .reply import Markers
 
 _log = logging.getLogger("mlx_rewind.server")
@@ -123,9 +122,11 @@ class Worker:
     @property
     def choices(self) -> dict[str, int]:
         """Requests under work that choose their drafts, by what they do now."""
-        under_work = [ticket for ticket in list(self._tickets.values()) if ticket.handle]
-        choosing = [one for one in under_work if isinstance(one.request.drafter, Auto)]
-        return Counter(choice_of(one.handle.stats.reason) for one in choosing if one.handle)
+        return counts.choices(ticket.handle for ticket in list(self._tickets.values()))
+
+    @property
+    def memory(self) -> Memory:
+        return counts.memory(self._store)
 
     @property
     def markers(self) -> Markers:
@@ -247,8 +248,8 @@ class Worker:
         if len(self._tickets) + self._waiting >= self.limits.max_rows + self.limits.max_queue:
             raise RefusedError("too many requests are waiting; try again later", status=429)
         ticket = Ticket(request, sink)
-        most, size = self.limits.max_total_tokens, _size(request)
-        if most and sum(map(_size, list(self._requests.values()))) + size > most:
+        most, size = self.limits.max_total_tokens, counts.size(request)
+        if most and sum(map(counts.size, list(self._requests.values()))) + size > most:
             raise RefusedError(f"all requests together may have {most} tokens", status=429)
         self._requests[id(ticket)] = request
         self._waiting += 1
@@ -329,7 +330,7 @@ class Worker:
         self._requests.pop(id(ticket), None)
         if handle is not None and self._tickets.pop(handle.id, None) is ticket and not handle.done:
             self._engine.cancel(handle)
-            self.totals.add(_usage(handle), "cancelled")
+            self.totals.add(counts.usage(handle), "cancelled")
 
     def _tell(self, output: Output) -> None:
         ticket = self._tickets.get(output.handle.id)
@@ -350,7 +351,7 @@ class Worker:
         )
         if output.finish_reason is not None:
             del self._tickets[output.handle.id]
-            usage = _usage(output.handle)
+            usage = counts.usage(output.handle)
             self.totals.add(usage, output.finish_reason)
             piece = replace(piece, usage=usage)
             if output.finish_reason == "error":
@@ -370,26 +371,3 @@ class Worker:
         self._engine = self._new_engine()
         mx.clear_cache()
         self._is_failing = False
-
-
-def _size(request: Request) -> int:
-    """Tokens that a request may come to."""
-    return len(request.prompt) + request.max_tokens
-
-
-def _usage(handle: Handle) -> Usage:
-    stats, drafter = handle.stats, handle.request.drafter
-    return Usage(
-        len(handle.request.prompt),
-        len(handle.tokens),
-        handle.cached_tokens,
-        stats.drafted,
-        stats.accepted,
-        stats.rounds,
-        kind_of(drafter),
-        stats.reason if isinstance(drafter, Auto) else "",
-        handle.exactness,
-        handle.seed,
-        tuple(stats.drafted_per_position),
-        tuple(stats.accepted_per_position),
-    )
