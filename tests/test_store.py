@@ -129,6 +129,18 @@ def test_entries_of_interleaved_requests_are_those_of_a_cold_prefill(name: str) 
     assert_entries_are_cold(model, store, BOUNDARY[name])
 
 
+def test_prompts_of_a_batch_start_from_the_store() -> None:
+    model, tokenizer = mlx_rewind.load()
+    store = PromptCacheStore(model, tokenizer, interval=8)
+    prompts = ["import os", "import os\nimport sys\n\n\ndef main(arguments):", "In the beginning"]
+    cold = mlx_rewind.batch_generate(model, tokenizer, prompts, max_tokens=12)
+    for _ in range(2):
+        found = mlx_rewind.batch_generate(model, tokenizer, prompts, max_tokens=12, store=store)
+        assert found.tokens == cold.tokens
+    assert store.stats.requests == 6
+    assert store.stats.hits >= 3
+
+
 def test_a_second_turn_feeds_only_what_is_new(fed: list[int]) -> None:
     model = zoo.build("qwen3_5")
     store = PromptCacheStore(model)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 
 from .batch import LogitsProcessor, Sampler
+from .cache.store import PromptCacheStore
 from .draft.auto import check_drafter
 from .draft.protocol import Drafter, Proposer
 from .engine import Engine
@@ -71,6 +72,7 @@ def batch_generate(
     max_rows: int = 8,
     memory_limit: int | None = None,
     prefill_step_size: int = 512,
+    store: PromptCacheStore | None = None,
     progress: Progress | None = None,
 ) -> BatchResult:
     """Generates from all prompts, several in one forward; each as if it were alone.
@@ -81,6 +83,7 @@ def batch_generate(
     logits_processors    a list for all prompts, or a list of lists with one for each
     max_rows             prompts under work at once
     memory_limit         bytes that the caches of these may grow to
+    store                where prompts find their beginnings, and leave theirs for others
     progress             progress(done, total), in prompts
 
     Raises ValueError for a list of another length, and as `Engine.submit` does, before any token.
@@ -103,6 +106,7 @@ def batch_generate(
         max_rows=max_rows,
         memory_limit=memory_limit,
         prefill_step_size=prefill_step_size,
+        store=store,
         max_draft_tokens=max([16, *(request.num_draft_tokens for request in requests)]),
     )
     handles = [engine.submit(request) for request in requests]
