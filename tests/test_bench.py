@@ -334,6 +334,7 @@ KEYS = {
     "blas",
     "verdict",
     "runs",
+    "auto",
     "memory",
 }
 
@@ -352,6 +353,9 @@ def test_the_synthetic_mode_prints_one_json_value(capsys: pytest.CaptureFixture[
     assert told["blas"] in {"wheel", "openblas", "accelerate", "metal"}
     assert told["draft"] == "scripted"
     assert told["tau"] == told["runs"][0]["tau"]
+    assert told["auto"]["identical"]
+    assert told["auto"]["num_draft_tokens"] == 2
+    assert told["auto"]["speed"] > 0
     assert len(told["verify_over_plain_step"]) == 16
     assert told["memory"]["tokens"] == [2, 8]
     assert told["against"][0]["refusal"]
@@ -366,7 +370,7 @@ def test_the_synthetic_mode_prints_tables_and_a_verdict(
     arguments = ["--memory-tokens", "8", "--plot", str(picture), "--dtype", "bfloat16"]
     assert main(["bench", "--synthetic", "5M", *TINY, *arguments]) == 0
     output = capsys.readouterr().out
-    for told in ("blas", "bfloat16", "Drafters", "rejecting commit", "Bytes held", "scripted"):
+    for told in ("blas", "bfloat16", "Drafters", "auto", "rejecting commit", "Bytes held", "scripted"):
         assert told in output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -383,6 +387,15 @@ def test_the_shipped_model_is_measured_with_every_drafter(
     assert {run["draft"] for run in told["runs"]} == {"ngram", "model", "mtp"}
     assert all(run["identical"] for run in told["runs"])
     assert told["memory"] is None
+
+
+@pytest.mark.usefixtures("tiny")
+def test_without_drafters_nothing_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--draft", "none", "--memory-tokens", "0", "--json"]
+    assert main(["bench", "--synthetic", "5M", *TINY, *arguments]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["auto"] is None
+    assert told["runs"] == []
 
 
 def test_prompts_of_every_kind_are_taken() -> None:

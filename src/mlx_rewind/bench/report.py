@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..types import SpecStats
 from .run import Result
-from .trials import Run
+from .trials import Chosen, Run
 
 #: A speed-up below this is not worth a drafter: it is within what two runs differ by.
 WORTH = 1.03
@@ -65,6 +65,7 @@ def as_json(result: Result, about: dict[str, Any]) -> dict[str, Any]:
         "reject_commit_over_plain_step": result.reject_commit,
         "memory": None if result.memory is None else asdict(result.memory),
         "runs": [_run(result, run) for run in result.runs],
+        "auto": None if result.auto is None else _auto(result, result.auto),
         "against": [stock._asdict() for stock in result.against],
         "verdict": verdict(result),
     }
@@ -88,6 +89,10 @@ def _run(result: Result, run: Run) -> dict[str, Any]:
             kind: {"speed": speed, **_counters(stats)} for kind, (stats, speed) in run.kinds.items()
         },
     }
+
+
+def _auto(result: Result, auto: Chosen) -> dict[str, Any]:
+    return {**auto._asdict(), "speed_up": auto.speed * result.plain_over_mlx_lm}
 
 
 def _counters(stats: SpecStats) -> dict[str, Any]:
@@ -146,6 +151,12 @@ def _runs(result: Result) -> Table:
             " ".join(f"{share:.2f}" for share in shares(run.stats)),
             "identical" if run.identical else "differs",
         )
+    if result.auto is not None:
+        auto = _auto(result, result.auto)
+        empty = [""] * 4
+        told = "identical" if result.auto.identical else "differs"
+        speed = f"{auto['speed_up']:.2f}"
+        table.add_row("auto", f"<= {result.auto.num_draft_tokens}", *empty, speed, "", "", "", told)
     return table
 
 

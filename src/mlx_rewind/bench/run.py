@@ -23,7 +23,18 @@ from .measure import (
 )
 from .memory import Memory, compare
 from .record import Clock
-from .trials import Case, DrafterFor, Prompt, Run, Stock, StockTrial, Trial
+from .trials import (
+    AutoTrial,
+    Case,
+    Chosen,
+    DrafterFor,
+    Prompt,
+    Run,
+    Stock,
+    StockTrial,
+    Trial,
+    auto_of,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class Result:
     stock       those of mlx_lm.generate_step
     verify      tokens of a window -> cost of its forward
     commit      tokens kept of a window of `window` -> cost of the commit
+    auto        `Auto` over all drafters, None without any
     against     mlx-lm's own speculative decoding
     """
 
@@ -74,6 +86,7 @@ class Result:
     window: int
     memory: Memory | None
     runs: list[Run] = field(default_factory=list)
+    auto: Chosen | None = None
     against: list[Stock] = field(default_factory=list)
 
     @property
@@ -138,6 +151,8 @@ def measure(
         stretches = {i: times[t, i] for i in trial.rounds}
         if isinstance(trial, StockTrial):
             result.against.append(trial.outcome(plain, stretches))
+        elif isinstance(trial, AutoTrial):
+            result.auto = trial.outcome(plain, stretches)
         else:
             result.runs.append(trial.run(plain, result.verify, cases, stretches))
     return result
@@ -196,14 +211,18 @@ def _trials(
     clock: Clock,
     done: Callable[[str], None],
 ) -> Iterator[Trial]:
-    """Every drafter with every length, watched once; those that guess nothing are left out."""
+    """Every drafter with every length, and auto, watched once; who guesses nothing is left out."""
     kinds: list[type[Trial]] = [Trial, StockTrial] if settings.against_stock else [Trial]
-    for kind in kinds:
-        for draft, drafter_for in subject.drafters.items():
-            for length in settings.lengths:
-                trial = kind(subject.model, draft, drafter_for, length)
-                for i, case in enumerate(cases):
-                    trial.watch(i, case, clock)
-                    done("drafters")
-                if trial.says_something:
-                    yield trial
+    model, auto_for = subject.model, auto_of(subject.drafters.values())
+    trials: list[Trial] = [
+        kind(model, draft, drafter_for, length)
+        for kind in kinds
+        for draft, drafter_for in subject.drafters.items()
+        for length in settings.lengths
+    ]
+    for trial in [*trials, AutoTrial(model, "auto", auto_for, max(settings.lengths))]:
+        for i, case in enumerate(cases):
+            trial.watch(i, case, clock)
+            done("drafters")
+        if trial.says_something:
+            yield trial

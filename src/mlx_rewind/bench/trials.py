@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import speculative_generate_step as stock_speculative_generate_step
 
+from ..draft.auto import Auto
 from ..draft.model import DraftModel
 from ..draft.protocol import Drafter, Proposer
 from ..generate import generate_step
@@ -76,6 +77,14 @@ class Run:
     @property
     def achieved_over_ideal(self) -> float:
         return self.speed / self.ideal
+
+
+class Chosen(NamedTuple):
+    """`Auto` over all drafters, at most so many draft tokens: its speed as in `Run`."""
+
+    num_draft_tokens: int
+    speed: float
+    identical: bool
 
 
 class Stock(NamedTuple):
@@ -174,6 +183,38 @@ class Trial:
             num_draft_tokens=self.num_draft_tokens,
             max_tokens=len(case.text),
         )
+
+
+@dataclass
+class AutoTrial(Trial):
+    """`Auto` over all drafters, which goes on with what it has learnt of a case."""
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.rounds)
+
+    def watch(self, index: int, case: Case, clock: Clock) -> None:
+        drafter = self.drafter_for(case)
+        if drafter is not None:
+            steps = self._steps(case, drafter)
+            self.identical &= [token for token, *_ in steps] == case.text
+            self.rounds[index] = []
+
+    def outcome(self, plain: Sequence[float], times: Mapping[int, list[Stretch]]) -> Chosen:
+        return Chosen(self.num_draft_tokens, _speed(plain, times.values()), self.identical)
+
+
+def auto_of(drafters: Iterable[DrafterFor]) -> DrafterFor:
+    """One `Auto` for each case, over all drafters that have something to say to it."""
+    known: dict[int, Auto | None] = {}
+
+    def auto_for(case: Case) -> Auto | None:
+        if id(case) not in known:
+            given = [drafter for drafter in (one(case) for one in drafters) if drafter is not None]
+            known[id(case)] = Auto(*given) if given else None
+        return known[id(case)]
+
+    return auto_for
 
 
 @dataclass
