@@ -370,7 +370,8 @@ def test_the_synthetic_mode_prints_tables_and_a_verdict(
     arguments = ["--memory-tokens", "8", "--plot", str(picture), "--dtype", "bfloat16"]
     assert main(["bench", "--synthetic", "5M", *TINY, *arguments]) == 0
     output = capsys.readouterr().out
-    for told in ("blas", "bfloat16", "Drafters", "auto", "rejecting commit", "Bytes held", "scripted"):
+    names = ("Drafters", "auto", "rejecting commit", "Bytes held", "scripted")
+    for told in ("blas", "bfloat16", *names):
         assert told in output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
