@@ -154,7 +154,7 @@ def test_a_server_says_that_it_drains() -> None:
                     break
                 except httpx.ConnectError:
                     time.sleep(0.1)
-            body = {"prompt": "x", "max_tokens": 2000, "min_tokens": 2000, "stream": True}
+            body = {"prompt": "x", "max_tokens": 600, "min_tokens": 600, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
@@ -166,7 +166,7 @@ def test_a_server_says_that_it_drains() -> None:
                 assert (late.status_code, late.json()["error"]["type"]) == (503, "server_error")
                 data = [line for line in lines if line]
         assert data[-1] == "data: [DONE]"
-        assert sum('"text"' in line for line in data) > 1000
+        assert sum('"text"' in line for line in data) > 300
         process.wait(WAIT)
     finally:
         process.kill()

@@ -86,6 +86,7 @@ def active_memory() -> int:
     """Bytes in use by arrays, with nothing left over that is only waiting to be freed."""
     gc.collect()
     mx.synchronize(generation_stream)  # a step that was launched ahead is through
+    mx.synchronize()
     mx.clear_cache()
     return mx.get_active_memory()
 
