@@ -244,6 +244,23 @@ def test_one_wrong_row_rests_while_its_neighbour_drafts() -> None:
     assert "stopped" in wrong.reason
 
 
+def test_rows_that_rest_together_try_more_rarely() -> None:
+    """A trial makes the window of every row longer."""
+    model, costs = zoo.build("qwen3_5"), Costs(fixed=0.1)
+
+    def trials(rows: int) -> int:
+        engine = Engine(model)
+        drafters = [Auto(Knowing(plain("qwen3_5", 120, i), 1000), costs=costs) for i in range(rows)]
+        requests = [Request([*PROMPT, i], 120, one, 4) for i, one in enumerate(drafters)]
+        handles = [engine.submit(request) for request in requests]
+        for _ in engine:
+            pass
+        assert all("stopped" in handle.stats.reason for handle in handles)
+        return sum(handle.stats.rounds for handle in handles)
+
+    assert 6 <= trials(6) <= 0.7 * 6 * trials(1)
+
+
 def test_a_head_that_rested_reads_on() -> None:
     """More plain rounds than a head lets wait, then drafts: as right as without the rest."""
     model, tokenizer = load()

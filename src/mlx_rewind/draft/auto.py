@@ -279,9 +279,10 @@ class AutoSession(Session):
             self.reason = "plain: nothing to propose"
         return found
 
-    def rest(self, reason: str) -> None:
+    def rest(self, reason: str, rows: int) -> None:
+        """Parks until a trial that the other rows of the round pay for too, so the rarer."""
         self.reason, self._is_resting = reason, True
-        self._resumes = self._rounds + self._rest
+        self._resumes = self._rounds + self._rest * rows
         self._rest = min(2 * self._rest, _LONGEST_REST)
 
     @property
@@ -318,11 +319,11 @@ def choose(rows: Sequence[tuple[AutoSession, list[Option]]], count: int) -> list
             told = f"{worth} by {kind}: gain {gain:.2f}, {slope:.2f} steps a position"
             picks[b] = session.draft(option, worth, told)
         elif session.is_trial:
-            session.rest(f"trying {kind}")
+            session.rest(f"trying {kind}", count)
             picks[b] = session.use(option, min(_TRIAL, len(option.shares)))
         else:
             told = f"{option.shares[0]:.2f} right, {slope:.2f} steps a position"
-            session.rest(f"stopped: acceptance too low ({kind}: {told})")
+            session.rest(f"stopped: acceptance too low ({kind}: {told})", count)
     return picks
 
 
