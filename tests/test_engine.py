@@ -845,6 +845,34 @@ def test_a_long_prompt_stalls_nobody(name: str) -> None:
     assert late.tokens == solo(name, 60, n=5).tokens
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_a_short_prompt_does_not_wait_for_a_long_one(name: str) -> None:
+    engine = Engine(zoo.build(name), prefill_step_size=8)
+    long = engine.submit(Request(prompt_of(60), max_tokens=5))
+    engine.step()
+    for i in range(6):
+        short = engine.submit(Request(prompt_of(5 + i % 3), max_tokens=3))
+        steps = 0
+        while not short.tokens:
+            engine.step()
+            steps += 1
+        assert steps <= 2
+        assert short.tokens == solo(name, 5 + i % 3, n=3).tokens[: len(short.tokens)]
+    list(engine)
+    assert long.tokens == solo(name, 60, n=5).tokens
+
+
+def test_a_long_prompt_does_not_wait_for_ever() -> None:
+    engine = Engine(zoo.build("qwen3_5"), max_rows=8, prefill_step_size=8)
+    long = engine.submit(Request(prompt_of(60), max_tokens=2))
+    for _ in range(16):  # a short one with every step
+        engine.submit(Request(prompt_of(9), max_tokens=1))
+        engine.step()
+    assert long.tokens
+    list(engine)
+    assert long.tokens == solo("qwen3_5", 60, n=2).tokens
+
+
 # --- cancelling ------------------------------------------------------------------------------
 
 

@@ -96,6 +96,7 @@ class Engine:
         self._ids = itertools.count()
         self._waiting: deque[_Job] = deque()
         self._prefilling: deque[_Job] = deque()
+        self._is_oldest_first = False
         self._jobs: dict[int, _Job] = {}
         self._lanes: list[Decoder] = []
         self._is_stepping = False
@@ -245,11 +246,15 @@ class Engine:
         return Reuse(self.store, self.model, step, request.boundaries, quantize)
 
     def _prefill(self) -> list[Output]:
-        """Chunks of the oldest prompts that are not through, a chunk's worth of tokens in all."""
+        """A chunk's worth of tokens in all: of the oldest prompts or the shortest, by turns.
+
+        So a short prompt need not wait for a long one, nor a long one for ever.
+        """
         outputs: list[Output] = []
         budget = self.prefill_step_size
-        while self._prefilling:
-            job = self._prefilling[0]
+        self._is_oldest_first = not self._is_oldest_first
+        prompts = list(self._prefilling)
+        for job in prompts if self._is_oldest_first else sorted(prompts, key=lambda job: job.left):
             budget -= min(job.left, self.prefill_step_size)
             if budget < 0:
                 break
@@ -260,7 +265,7 @@ class Engine:
                 left = job.left - self.prefill_step_size
                 job.left = left if job.reuse is None else job.reuse.left
             else:
-                self._prefilling.popleft()
+                self._prefilling.remove(job)
                 outputs += self._begun(job)
         return outputs
 
