@@ -18,13 +18,14 @@ from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache
 
 from .calls import Call, OwnCall, Stock, window_of
 from .slots import (
     Slots,
     holds,
     is_recurrent,
+    leaves_of,
     note_position,
     position,
     set_slots,
@@ -79,12 +80,9 @@ def recorded_call(stock: Stock, layer: nn.Module, *args: Any, **kwargs: Any) -> 
 def _recurrent_among(*given: Any) -> Any:
     """The first recurrent cache among the arguments of a call."""
     for value in given:
-        if is_recurrent(value):
-            return value
-        if isinstance(value, CacheList):
-            cache = _recurrent_among(*value.caches)
-            if cache is not None:
-                return cache
+        for leaf in leaves_of(value):
+            if is_recurrent(leaf):
+                return leaf
     return None
 
 
