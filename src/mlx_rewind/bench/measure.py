@@ -36,18 +36,31 @@ class Stretch:
     seconds: float
 
 
-def decode(steps: Iterable[tuple[Any, ...]], clock: Clock) -> Stretch:
-    """Takes all tokens of a generation; steps yields (token, logprobs, from_draft if it tells)."""
+def decode(steps: Iterable[tuple[Any, ...]], count: int, clock: Clock) -> Stretch:
+    """Takes `count` tokens of a generation; steps yields (token, logprobs, from_draft if it tells).
+
+    A step may be launched before the token of the one before it goes out. Ask for one token more
+    than `count` where that is so: else the last step was computed within the time of another.
+    """
     begun: float | None = None
     tokens, end = 0, 0.0
-    for _, _, *from_draft in steps:
+    for _, _, *from_draft in islice(steps, count):
         end = clock()
         if begun is not None:
             tokens += 1
         elif not any(from_draft):  # the target's own token ends a round
             begun = end
-    mx.synchronize()  # mlx-lm computes one token more than it yields
     return Stretch(tokens, 0.0 if begun is None else end - begun)
+
+
+def dealt(*decks: Mapping[Any, Value]) -> dict[Any, Value]:
+    """All entries, those of each mapping spread evenly: what is compared is measured close by."""
+    places = [
+        ((i + 0.5) / len(deck), key, value)
+        for deck in decks
+        for i, (key, value) in enumerate(deck.items())
+    ]
+    return {key: value for _, key, value in sorted(places, key=lambda place: place[0])}
 
 
 def in_turn(
@@ -63,6 +76,7 @@ def in_turn(
     for turn in range(repeats + 1):
         for key, task in tasks.items():
             result = task()
+            mx.synchronize(generation_stream)  # a step may have been launched ahead
             if turn:
                 results[key].append(result)
             done()
@@ -85,7 +99,7 @@ def ratio(times: Sequence[float], units: Sequence[float]) -> float:
 def active_memory() -> int:
     """Bytes in use by arrays, with nothing left over that is only waiting to be freed."""
     gc.collect()
-    mx.synchronize(generation_stream)  # a step that was launched ahead is through
+    mx.synchronize(generation_stream)
     mx.synchronize()
     mx.clear_cache()
     return mx.get_active_memory()

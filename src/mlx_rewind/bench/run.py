@@ -15,6 +15,7 @@ from .measure import (
     LONGEST,
     Stretch,
     Windows,
+    dealt,
     decode,
     in_turn,
     ratio,
@@ -122,15 +123,14 @@ def measure(
     if not cases:
         raise ValueError("every text ends with its first token; give other prompts")
     trials = list(_trials(subject, settings, cases, clock, done))
-    tasks: dict[tuple[Any, Any], Callable[[], Any]] = dict(
-        _windows(subject, settings, cases[0], clock)
-    )
+    texts: dict[tuple[Any, Any], Callable[[], Any]] = {}
     for i, case in enumerate(cases):
         for way in (_STOCK, _PLAIN):
-            tasks[way, i] = _plain(subject, case, way, clock)
+            texts[way, i] = _plain(subject, case, way, clock)
         for t, trial in enumerate(trials):
             if i in trial.rounds:
-                tasks[t, i] = trial.timed(case, clock)
+                texts[t, i] = trial.timed(case, clock)
+    tasks = dealt(_windows(subject, settings, cases[0], clock), texts)
     times = in_turn(tasks, settings.repeats, lambda: done("times"))
     plain, stock = (
         seconds_per_token([times[way, i] for i in range(len(cases))]) for way in (_PLAIN, _STOCK)
@@ -189,10 +189,10 @@ def _plain(subject: Subject, case: Case, way: str, clock: Clock) -> Callable[[],
     def run() -> Stretch:
         steps: Any
         if way == _STOCK:
-            steps = stock_generate_step(mx.array(prompt), subject.model, max_tokens=count)
+            steps = stock_generate_step(mx.array(prompt), subject.model, max_tokens=count + 1)
         else:
-            steps = generate_step(prompt, subject.model, max_tokens=count)
-        return decode(steps, clock)
+            steps = generate_step(prompt, subject.model, max_tokens=count + 1)
+        return decode(steps, count, clock)
 
     return run
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -103,7 +103,11 @@ class Trial:
 
     rounds      index of the case -> its rounds but for the first
     proposals   of these rounds
+
+    launches_ahead    1 if a step may start before the token of the one before it is out, else 0
     """
+
+    launches_ahead: ClassVar[int] = 0
 
     model: nn.Module
     draft: str
@@ -123,7 +127,7 @@ class Trial:
         if drafter is None:
             return
         recorder = Recorder(drafter, clock)
-        steps = list(self._steps(case, recorder))
+        steps = list(self._steps(case, recorder, len(case.text)))
         self.identical &= [token for token, *_ in steps] == case.text
         at = len(case.prompt.tokens)
         guesses = {length - at: guess for length, guess in recorder.guesses.items()}
@@ -133,7 +137,9 @@ class Trial:
 
     def timed(self, case: Case, clock: Clock) -> Callable[[], Stretch]:
         """What decodes the case and takes the time of it."""
-        return lambda: decode(self._steps(case, self.drafter_for(case)), clock)
+        count = len(case.text)
+        asked = count + self.launches_ahead
+        return lambda: decode(self._steps(case, self.drafter_for(case), asked), count, clock)
 
     def run(
         self,
@@ -175,19 +181,23 @@ class Trial:
             },
         )
 
-    def _steps(self, case: Case, drafter: Drafter | Proposer | None) -> Iterator[Any]:
+    def _steps(
+        self, case: Case, drafter: Drafter | Proposer | None, max_tokens: int
+    ) -> Iterator[Any]:
         return generate_step(
             case.prompt.tokens,
             self.model,
             drafter=drafter,
             num_draft_tokens=self.num_draft_tokens,
-            max_tokens=len(case.text),
+            max_tokens=max_tokens,
         )
 
 
 @dataclass
 class AutoTrial(Trial):
     """`Auto` over all drafters, which goes on with what it has learnt of a case."""
+
+    launches_ahead: ClassVar[int] = 1
 
     @property
     def says_something(self) -> bool:
@@ -196,7 +206,7 @@ class AutoTrial(Trial):
     def watch(self, index: int, case: Case, clock: Clock) -> None:
         drafter = self.drafter_for(case)
         if drafter is not None:
-            steps = self._steps(case, drafter)
+            steps = self._steps(case, drafter, len(case.text))
             self.identical &= [token for token, *_ in steps] == case.text
             self.rounds[index] = []
 
@@ -234,7 +244,7 @@ class StockTrial(Trial):
         if self.refusal is not None:
             return
         try:
-            tokens = [int(token) for token, *_ in self._steps(case, drafter)]
+            tokens = [int(token) for token, *_ in self._steps(case, drafter, len(case.text))]
         except ValueError as refusal:
             self.refusal = str(refusal)
             return
@@ -247,14 +257,16 @@ class StockTrial(Trial):
         speed = _speed(plain, times.values())
         return Stock(self.draft, self.num_draft_tokens, speed, self.identical, None)
 
-    def _steps(self, case: Case, drafter: Drafter | Proposer | None) -> Iterator[Any]:
+    def _steps(
+        self, case: Case, drafter: Drafter | Proposer | None, max_tokens: int
+    ) -> Iterator[Any]:
         assert isinstance(drafter, DraftModel)
         return stock_speculative_generate_step(
             mx.array(case.prompt.tokens),
             self.model,
             drafter.model,
             num_draft_tokens=self.num_draft_tokens,
-            max_tokens=len(case.text),
+            max_tokens=max_tokens,
         )
 
 
