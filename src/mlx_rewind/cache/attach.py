@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .calls import linear_call
+from .calls import conv_call, linear_call
 from .probe import has_compiled_step, has_window_formula, probe
 from .retrace import recorded_call
 
@@ -95,14 +95,12 @@ def attach(model: nn.Module) -> Attachment:
                 vars(writer)["_rewind_steps"] = True
             if has_compiled_step(writer):
                 vars(writer)["_rewind_compiled"] = True
-        linears = {
-            id(child): child
-            for writer in writers.values()
-            for child in writer.modules()
-            if isinstance(child, _LINEAR)
-        }
+        within = {id(m): m for writer in writers.values() for m in writer.modules()}
+        linears = [module for module in within.values() if isinstance(module, _LINEAR)]
+        convs = [module for module in within.values() if isinstance(module, nn.Conv1d)]
         _swap(writers.values(), recorded_call)
-        _swap(linears.values(), linear_call)
+        _swap(linears, linear_call)
+        _swap(convs, conv_call)
         attachment = Attachment(
             calls={label: len(calls) or 1 for label, calls in found.owners.items()},
             siblings=found.siblings,
@@ -110,7 +108,7 @@ def attach(model: nn.Module) -> Attachment:
             unused=found.unused,
             fault=found.fault,
             window_end=found.window_end,
-            swapped=[*writers.values(), *linears.values()],
+            swapped=[*writers.values(), *linears, *convs],
         )
         _attachments[id(model)] = attachment
         weakref.finalize(model, _attachments.pop, id(model), None)

@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList
 
+from .pick import Picks, is_trusted, judge
 from .recurrence import DeltaStates, may_keep
 from .slots import Slots, leaves_of, set_slots, slots_of
 from .undo import UNDOS, stock_class
@@ -42,6 +43,14 @@ def linear_call(stock: Stock, linear: nn.Module, x: mx.array) -> mx.array:
     """Calls a Linear child of such a layer: recorded, or handed back in a replay."""
     linears: _Linears | _Steps | None = getattr(_local, "linears", None)
     return stock(linear, x) if linears is None else linears(stock, linear, x)
+
+
+def conv_call(stock: Stock, conv: nn.Module, x: mx.array) -> mx.array:
+    """Calls a Conv1d child of such a layer: its input is noted in a window."""
+    picks: Picks | None = getattr(_local, "picks", None)
+    if picks is not None:
+        picks.note(x)
+    return stock(conv, x)
 
 
 class _Linears:
@@ -140,10 +149,13 @@ class Call:
         self._by_steps = takes_steps and "_rewind_steps" in vars(self.layer)
         self._steps, self._linears = _Steps(), _Linears(self.window)
         self._after: list[Slots] = []
-        self._states = DeltaStates() if self.keep_states and not self._by_steps else None
-        self._forward = self._states.watch(self.stock) if self._states else self.stock
         given = (*self.args, *self.kwargs.values())
         self._dicts = {id(value): dict(value) for value in given if isinstance(value, dict)}
+        self._states = DeltaStates() if self.keep_states and not self._by_steps else None
+        self._forward = self._states.watch(self.stock) if self._states else self.stock
+        self._picks: Picks | None = None
+        if self._states and not self._dicts and is_trusted(self.layer) is not False:
+            self._picks = Picks(self.window, self._states)
 
     @cached_property
     def _attends(self) -> bool:
@@ -157,7 +169,10 @@ class Call:
             if self.keep_states and may_keep(outputs[0].shape[0], self.window):
                 self._after = after
             return self._steps.join(outputs)
-        return self._stock(self._recorder(self.window), self.args, self.kwargs)
+        output = self._stock(self._recorder(self.window), self.args, self.kwargs, self._picks)
+        if self._picks is not None:
+            self._picks.assign(slots_of(self.cache))
+        return output
 
     def replay(self, kept: int) -> None:
         """Runs the layer on its first `kept` inputs; what counts is what it does to the slots.
@@ -169,6 +184,10 @@ class Call:
         if self._after and kept < self.window:
             set_slots(self.cache, slots_of(self.cache) | self._after[kept - 1])
             return
+        picked = self._picks.after(kept) if self._picks and kept < self.window else None
+        if picked is not None and is_trusted(self.layer):
+            set_slots(self.cache, picked)
+            return
         args = [self._again(value, kept) for value in self.args]
         kwargs = {name: self._again(value, kept) for name, value in self.kwargs.items()}
         if self._by_steps:
@@ -178,11 +197,14 @@ class Call:
             if self._states is not None:
                 self._states.replay(kept)
             self._stock(self._recorder(kept), args, kwargs)
+        if picked is not None:
+            judge(self.layer, picked, slots_of(self.cache))
 
     def _recorder(self, tokens: int) -> _Linears | None:
         """None where nothing of a run may be recorded: a compiled step is traced once for all."""
         traced = tokens == 1 and "_rewind_compiled" in vars(self.layer)
-        return None if traced or not self.keep_linears else self._linears
+        needless = not self.keep_linears or (self._picks and is_trusted(self.layer))
+        return None if traced or needless else self._linears
 
     def _again(self, value: Any, kept: int) -> Any:
         """An argument for a replay of `kept` tokens. Steps are cut from the whole window."""
@@ -231,12 +253,18 @@ class Call:
             after.append({name: slot for name, slot in now.items() if slot is not before[name]})
         return outputs, after
 
-    def _stock(self, linears: _Linears | _Steps | None, args: Any, kwargs: dict[str, Any]) -> Any:
-        _local.linears = linears
+    def _stock(
+        self,
+        linears: _Linears | _Steps | None,
+        args: Any,
+        kwargs: dict[str, Any],
+        picks: Picks | None = None,
+    ) -> Any:
+        _local.linears, _local.picks = linears, picks
         try:
             return self._forward(self.layer, *args, **kwargs)
         finally:
-            _local.linears = None
+            _local.linears = _local.picks = None
 
 
 def _twin(entry: Any) -> Any:
