@@ -1,6 +1,7 @@
 """The suite runs on the CPU, whose kernels give a row the same bits in any window."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -18,6 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write what tests/test_models.py found (see tests/model_table.py)",
     )
+
+
+@pytest.fixture(scope="session")
+def loaded() -> tuple[Any, Any]:
+    """The shipped model and its tokenizer."""
+    from mlx_rewind.load import load
+
+    return load()
 
 
 def pytest_configure(config: pytest.Config) -> None:

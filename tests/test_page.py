@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from mlx_rewind.load import load
 from mlx_rewind.server.jobs import Limits
-from test_server import Served, new_worker, reference, served
+from serving import Served, new_worker, reference, served
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
-    return load()
 
 
 @pytest.fixture(scope="module")

@@ -2,79 +2,27 @@
 
 import json
 import re
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import mlx.core as mx
-import openai
 import pytest
-import uvicorn
 from mlx_lm.generate import generate_step as stock_step
 
 import mlx_rewind
 from mlx_rewind import Auto, NGram
 from mlx_rewind.draft.auto import Costs
 from mlx_rewind.engine import Engine
-from mlx_rewind.load import load, load_mtp
-from mlx_rewind.server.app import Settings, make_app
+from mlx_rewind.load import load_mtp
+from mlx_rewind.server.app import Settings
 from mlx_rewind.server.jobs import Limits
 from mlx_rewind.server.reply import Markers, Splitter, tool_calls
 from mlx_rewind.server.worker import Worker
-
-WAIT = 60.0
-
-
-class Served:
-    """A server on a free port, and a client."""
-
-    def __init__(self, worker: Worker, url: str) -> None:
-        self.worker, self.url = worker, url
-        self.http = httpx.Client(base_url=url, timeout=WAIT)
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-    def chat(self, text: str = "Count to three.", **options: Any) -> Any:
-        messages: Any = [{"role": "user", "content": text}]
-        given = {"max_tokens": 16, **options}
-        return self.client.chat.completions.create(model="demo", messages=messages, **given)
-
-    def post(self, path: str = "chat/completions", **body: Any) -> httpx.Response:
-        return self.http.post(f"/v1/{path}", json=body)
-
-
-@contextmanager
-def served(worker: Worker, settings: Settings | None = None) -> Iterator[Served]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    app = make_app(worker, settings or Settings("demo", draft_kind="mtp"))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    until = time.monotonic() + WAIT
-    while not server.started and time.monotonic() < until:
-        time.sleep(0.02)
-    try:
-        yield Served(worker, f"http://127.0.0.1:{port}")
-    finally:
-        server.should_exit = True
-        thread.join(WAIT)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
-    return load()
-
-
-def new_worker(loaded: tuple[Any, Any], **options: Any) -> Worker:
-    model, tokenizer = loaded
-    return Worker(model, tokenizer, drafter=load_mtp(None, model), **options)
+from serving import WAIT, Served, new_worker, reference, served
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +30,6 @@ def server(loaded: tuple[Any, Any]) -> Iterator[Served]:
     limits = Limits(max_rows=4, max_queue=40, max_tokens=200, max_prompt=2000, max_body=60_000)
     with served(new_worker(loaded, limits=limits)) as one:
         yield one
-
-
-def reference(loaded: tuple[Any, Any], text: str, n: int = 16) -> str:
-    """mlx-lm's own greedy answer, ended by an end token or the budget."""
-    model, tokenizer = loaded
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True
-    )
-    tokens: list[int] = []
-    for token, _ in stock_step(mx.array(prompt), model, max_tokens=n):
-        if token in tokenizer.eos_token_ids:
-            break
-        tokens.append(token)
-    return str(tokenizer.decode(tokens))
 
 
 QUESTIONS = ["Count to three.", "Name a colour.", "def f(x):", "x", "Say why, in a long sentence."]

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,13 +13,11 @@ import httpx
 import openai
 import pytest
 
-from mlx_rewind.load import load
 from mlx_rewind.server.jobs import Limits
 from mlx_rewind.server.reply import Markers
 from mlx_rewind.server.worker import Worker
-from test_server import Served, new_worker, served
+from serving import WAIT, Served, free_port, new_worker, served
 
-WAIT = 60.0
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "boolean"}},
@@ -28,11 +25,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +132,7 @@ def test_a_schema_binds_the_content_of_a_model_that_reasons(
 
 def test_a_server_says_that_it_drains() -> None:
     """SIGTERM: what is under work is finished, and until then new requests are told why not."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlx_rewind.cli", "serve", "--port", str(port)]
     process = subprocess.Popen([*command, "--draft", "none"], stderr=subprocess.DEVNULL)
     try:

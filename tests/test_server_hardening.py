@@ -10,22 +10,16 @@ import httpx
 import pytest
 
 from mlx_rewind.engine import Engine
-from mlx_rewind.load import load
 from mlx_rewind.server.app import Settings
 from mlx_rewind.server.jobs import Limits
 from mlx_rewind.server.worker import Worker
-from test_server import Served, served
+from serving import Served, served
 
 USER = {"role": "user", "content": "x"}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 FORMAT = {"type": "json_object"}
 PREDICTION = {"type": "content", "content": "x"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
-    return load()
 
 
 @pytest.fixture(scope="module")
