@@ -119,3 +119,15 @@ def test_a_layer_that_keeps_something_else_is_not_picked_from(
             model(mx.array([[token]]), cache=expected)
         zoo.assert_state_equal(taken_back(model, start, kept, [WINDOW]), expected)
         assert is_trusted(model.layers[0]) is is_right
+
+
+def test_a_verdict_is_final() -> None:
+    """Also within a round: what looks right for one count only is not picked from later."""
+    model = Convolved(lambda x: x[:, ::-1], lambda x: x[:, ::-1])
+    cache = make_prompt_cache(model)
+    model(mx.array([[3, 1, 4]]), cache=cache)
+    with Round(model, cache) as round_:
+        model(mx.array([[11, 52, 7, 7, 90]]), cache=cache)  # its end after 4 is its own reverse
+        for kept in (2, 4, 3):
+            round_.rewind(kept)
+            assert is_trusted(model.layers[0]) is False

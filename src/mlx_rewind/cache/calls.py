@@ -154,8 +154,10 @@ class Call:
         self._states = DeltaStates() if self.keep_states and not self._by_steps else None
         self._forward = self._states.watch(self.stock) if self._states else self.stock
         self._picks: Picks | None = None
-        if self._states and not self._dicts and is_trusted(self.layer) is not False:
+        trusted = is_trusted(self.layer)
+        if self._states and not self._dicts and trusted is not False:
             self._picks = Picks(self.window, self._states)
+            self.keep_linears = self.keep_linears and not trusted
 
     @cached_property
     def _attends(self) -> bool:
@@ -184,8 +186,11 @@ class Call:
         if self._after and kept < self.window:
             set_slots(self.cache, slots_of(self.cache) | self._after[kept - 1])
             return
-        picked = self._picks.after(kept) if self._picks and kept < self.window else None
-        if picked is not None and is_trusted(self.layer):
+        trusted = is_trusted(self.layer)
+        picked = None
+        if self._picks and trusted is not False and kept < self.window:
+            picked = self._picks.after(kept)
+        if picked is not None and trusted:
             set_slots(self.cache, picked)
             return
         args = [self._again(value, kept) for value in self.args]
@@ -203,8 +208,7 @@ class Call:
     def _recorder(self, tokens: int) -> _Linears | None:
         """None where nothing of a run may be recorded: a compiled step is traced once for all."""
         traced = tokens == 1 and "_rewind_compiled" in vars(self.layer)
-        needless = not self.keep_linears or (self._picks and is_trusted(self.layer))
-        return None if traced or needless else self._linears
+        return None if traced or not self.keep_linears else self._linears
 
     def _again(self, value: Any, kept: int) -> Any:
         """An argument for a replay of `kept` tokens. Steps are cut from the whole window."""
